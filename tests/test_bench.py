@@ -54,6 +54,7 @@ def test_every_variant_is_measured_and_computes_the_same(whole_run: Report) -> N
     assert len(plain.gradient_norms) == 3 * 11 + 2
 
 
+@pytest.mark.slow
 def test_the_budget_is_a_budget(whole_run: Report) -> None:
     default, budgeted = whole_run.rows[2], whole_run.rows[3]
     assert default.activation_budget is None and default.steps is not None and budgeted.steps is not None

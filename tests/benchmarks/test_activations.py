@@ -58,6 +58,7 @@ def test_peers_run_or_say_what_they_lack(peers_run: tuple[Report, str]) -> None:
     assert missing.result.step_ms is None
 
 
+@pytest.mark.slow
 def test_gradients_are_compared_and_wrong_ones_found(peers_run: tuple[Report, str]) -> None:
     report, _ = peers_run
     rows = {row["variant"]: row for row in report.derived}

@@ -46,6 +46,7 @@ def test_a_warm_up_has_lengths_all_over_the_range() -> None:
     assert spread_lengths(random.Random(0), 0, 8, 64) == [] and spread_lengths(random.Random(0), 1, 8, 64) == [8]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_two_ranks_with_lengths_of_their_own() -> None:
     protocol = Protocol(ranks=2, warmup=3, steps=30, shortest=8, gradients=False, copy_trace=False)

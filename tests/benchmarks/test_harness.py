@@ -101,6 +101,7 @@ def test_run_measures_every_variant_and_survives_the_failing_one(tiny_run: tuple
     assert "no_such_option" in table
 
 
+@pytest.mark.slow
 def test_run_records_what_it_claims(tiny_run: tuple[dict, str]) -> None:
     report, _ = tiny_run
     assert report["environment"]["torch"]

@@ -91,6 +91,7 @@ def test_a_run_measures_everything_and_survives_what_is_not_installed(whole_run:
         assert (found.stream is not None) is (label == "fxoffload")
 
 
+@pytest.mark.slow
 def test_claims_of_a_rehearsal_are_open(whole_run: tuple[Report, str]) -> None:
     report, table = whole_run
     assert {claim["variant"] for claim in report.claims} == {"fxoffload"}

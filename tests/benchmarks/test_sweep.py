@@ -82,6 +82,7 @@ def test_a_sweep_survives_the_variants_that_fail(sweep: tuple[Report, str, Path]
     assert run.losses[0] == pytest.approx(found["eager"].result.losses[0], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_plan_is_written_down_before_the_steps_it_predicts(sweep: tuple[Report, str, Path]) -> None:
     report, table, out = sweep
     result = next(r.result for r in report.records if r.variant.label == "auto")

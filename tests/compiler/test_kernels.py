@@ -79,6 +79,7 @@ def test_with_a_fallback_each_segment_is_finished_before_the_next(monkeypatch: p
     assert events[:4] == ["compile", "wait", "compile", "wait"]
 
 
+@pytest.mark.slow
 def test_the_next_start_finds_every_segment_in_the_cache() -> None:
     counters.clear()
     cold = run()

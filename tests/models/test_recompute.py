@@ -49,6 +49,7 @@ def test_the_same_bits_from_fewer_bytes(name: str) -> None:
     check(name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [slow(n) if n in ("gpt2", "bert") else n for n in WITH_DROPOUT])
 def test_masks_are_saved_and_not_drawn_again(name: str) -> None:
     again = check(name, dropout=0.25, share=1.0)

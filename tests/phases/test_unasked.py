@@ -35,6 +35,7 @@ def test_ddp_around_a_model_that_was_given_without_it(ranks: Ranks, wrapped: str
         assert not found["left"]
 
 
+@pytest.mark.slow
 def test_ddp_around_other_models(ranks: Ranks) -> None:
     for found in ranks("ddp_around_others"):
         assert found["as ever"]

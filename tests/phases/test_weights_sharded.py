@@ -98,6 +98,7 @@ def test_a_model_that_is_saved_in_another_shape(tmp_path: Path) -> None:
     check(run(tmp_path, 2, ("mixture_of_experts",)), "mixture_of_experts")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["fsdp2_even", "fsdp2_uneven", "fsdp1", "tensor_parallel"])
 def test_one_collective_for_each_bucket(two: Ranks, case: str) -> None:
     for found in of_case(two, case):

@@ -116,6 +116,7 @@ def check(model: nn.Module, x: Tensor, expected: list[Tensor], inner: str) -> No
     assert all(torch.equal(a, b) for a, b in zip(found["keep_all"], found["offload_all"], strict=True))
 
 
+@pytest.mark.slow_except("PostNorm-aot_eager")
 @pytest.mark.parametrize(
     ("block", "inner"),
     [
@@ -134,6 +135,7 @@ def test_torch_2_13_nested_regions_have_the_right_gradients(block: type[Block], 
     check(model, x, expected, inner)
 
 
+@pytest.mark.slow_except("Parts-aot_eager")
 @pytest.mark.parametrize(
     ("block", "inner"),
     [

@@ -123,7 +123,7 @@ FAR = {"fsdp2.mixed_precision": 0.03}
 SHARDED = ("fsdp2.", "wrapped.fsdp1")
 
 
-@pytest.mark.slow_except("fsdp2.compiled_before", "wrapped.compiled_ddp", "tensor.tensor_layers")
+@pytest.mark.slow_except("fsdp2.compiled_before")
 @pytest.mark.parametrize("case", FLIPPED)
 def test_offloading_changes_no_bit_and_no_collective(worlds: Worlds, case: str) -> None:
     for found in worlds(2, case):
