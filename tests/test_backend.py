@@ -193,6 +193,7 @@ def test_what_would_be_refused_is_what_would_have_traced(monkeypatch: pytest.Mon
 # -- Inductor's options ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_mode_reaches_inductor_for_every_segment(
     quick_inductor: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,12 +217,14 @@ def test_inductor_options_reach_every_segment(quick_inductor: list[dict[str, Any
         assert (call["config"]["max_autotune"], call["config"]["epilogue_fusion"]) == (True, False)
 
 
+@pytest.mark.slow
 def test_without_them_inductor_is_as_it_is(quick_inductor: list[dict[str, Any]]) -> None:
     gradients(*compile_model(inner="inductor"))
     assert quick_inductor
     assert not any(call["config"]["max_autotune"] for call in quick_inductor)
 
 
+@pytest.mark.slow
 def test_a_partitioner_of_the_users_still_partitions(quick_inductor: list[dict[str, Any]]) -> None:
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
@@ -262,6 +265,7 @@ def test_disabled_is_plain_inductor(value: str, monkeypatch: pytest.MonkeyPatch)
     assert fxoffload.stats() == fxoffload.Stats(host_bytes_reserved=fxoffload.stats().host_bytes_reserved)
 
 
+@pytest.mark.slow
 def test_disabled_with_the_debugging_inner_offloads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     alive = fxoffload.graphs()
     monkeypatch.setenv("FXOFFLOAD_DISABLE", "1")
@@ -288,6 +292,7 @@ def option_of(piece: str, by: str, disabled: bool, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("by", [slow("environment"), "option"])
 class TestPieces:
+    @pytest.mark.slow
     def test_segments(self, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
         expected = kept()
         found = disabled_run("segments", by, monkeypatch)
@@ -295,6 +300,7 @@ class TestPieces:
         assert fxoffload.stats().bytes_offloaded > 0
         assert_equal(found, expected)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("disabled", [True, False])
     def test_planner(self, by: str, disabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         planned: list[Any] = []
@@ -308,6 +314,7 @@ class TestPieces:
         assert bool(planned) == (not disabled)
         assert_close(found, eager())
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("disabled", [True, False])
     def test_measured_costs(self, by: str, disabled: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         pieces = option_of("measured_costs", by, disabled, monkeypatch)
@@ -320,6 +327,7 @@ class TestPieces:
         assert (fxoffload.stats().measuring_ms > 0) == (not disabled)
         assert_close(found, eager())
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("disabled", [True, False])
     def test_calibration(self, by: str, disabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         asked: list[Any] = []
@@ -411,6 +419,7 @@ class TestPieces:
         assert len(begun) == (not disabled)
         assert told == [not disabled]
 
+    @pytest.mark.slow_except("False-option")
     @pytest.mark.parametrize("disabled", [True, False])
     def test_pacing(self, by: str, disabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         """Every layer compiled on its own, as if FSDP2 had sharded it and it took long enough."""
@@ -438,6 +447,7 @@ class TestPieces:
         assert (stats.bytes_offloaded, stats.num_plain_graphs, stats.num_segments_compiled) == (0, 1, 0)
         assert_close(found, eager())
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("disabled", [True, False])
     def test_prefetch(self, by: str, disabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         expected = kept()
@@ -477,6 +487,7 @@ class TestPieces:
         assert asked == [not disabled] * 3
         assert (max(others) > 0) == (not disabled)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("disabled", [True, False])
     def test_donation(
         self, by: str, disabled: bool, quick_inductor: list[Any], monkeypatch: pytest.MonkeyPatch
@@ -497,6 +508,7 @@ class TestPieces:
         assert any(donated) == (not disabled)
         assert_close(found, eager())
 
+    @pytest.mark.slow
     def test_segment_reuse(self, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
         expected = kept()
         gradients(*compile_model())
@@ -508,6 +520,7 @@ class TestPieces:
         assert (stats.num_segments_reused, stats.num_segments_compiled) == (0, 10)
         assert_equal(found, expected)
 
+    @pytest.mark.slow
     def test_kernel_overlap(self, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
         def put_off(*args: Any) -> None:
             pytest.fail("was put off")
@@ -516,6 +529,7 @@ class TestPieces:
         assert_close(disabled_run("kernel_overlap", by, monkeypatch, inner="inductor"), eager())
         assert fxoffload.stats().bytes_offloaded > 0
 
+    @pytest.mark.slow
     def test_verify(self, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
         def refute(*args: Any) -> None:
             pytest.fail("was verified")
@@ -530,6 +544,7 @@ def test_every_piece_has_its_test() -> None:
     assert {f"test_{piece}" for piece in PIECES} <= set(vars(TestPieces))
 
 
+@pytest.mark.slow
 def test_all_pieces_off_is_not_everything_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """It still goes through our code, and computes the same."""
     monkeypatch.setenv("FXOFFLOAD_DISABLE", ",".join(PIECES))
@@ -554,7 +569,7 @@ def run_and_collect(run: Callable[[], list[Tensor]]) -> tuple[list[Tensor], list
     return found, [str(w.message) for w in caught if "fxoffload" in str(w.message)]
 
 
-@pytest.mark.slow_except("annotate_layers", "insert_offloads")
+@pytest.mark.slow_except("annotate_layers")
 @pytest.mark.parametrize("failing", FAILING_PASSES, ids=lambda p: p.name)
 def test_a_failing_pass_raises_by_default(failing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failing, "__call__", fail)
@@ -564,7 +579,7 @@ def test_a_failing_pass_raises_by_default(failing: Any, monkeypatch: pytest.Monk
     assert fxoffload.stats().num_fallbacks == 0
 
 
-@pytest.mark.slow_except("aot_eager-annotate_layers", "aot_eager-insert_offloads", "inductor-insert_offloads")
+@pytest.mark.slow_except("aot_eager-annotate_layers")
 @pytest.mark.parametrize("failing", FAILING_PASSES, ids=lambda p: p.name)
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_a_failing_pass_falls_back_where_that_was_asked_for(
@@ -588,6 +603,7 @@ def test_a_failing_pass_falls_back_where_that_was_asked_for(
     assert fxoffload.stats().num_fallbacks == 1
 
 
+@pytest.mark.slow
 def test_a_pass_that_fails_on_the_backward_only_leaves_a_plain_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """No forward has run by then: this graph keeps everything from its first call."""
     cut = CutSegments.__call__
@@ -650,6 +666,7 @@ def test_a_failing_segment_falls_back_where_that_was_asked_for(
     assert fxoffload.stats().host_bytes_in_use == 0
 
 
+@pytest.mark.slow
 def test_a_fallback_of_one_graph_does_not_hold_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(CutSegments, "__call__", fail)
@@ -710,6 +727,7 @@ def test_a_graph_with_nothing_worth_a_copy_is_left_to_inductor() -> None:
 # -- host memory -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_host_budget_that_is_too_small_keeps_the_rest(caplog: pytest.LogCaptureFixture) -> None:
     expected = kept()
     engine = engine_for(CPU)
@@ -743,6 +761,7 @@ def test_steady_steps_neither_pin_nor_hold_host_memory() -> None:
     assert after.host_bytes_in_use == 0
 
 
+@pytest.mark.slow
 def test_host_memory_can_be_given_back_between_steps() -> None:
     model, compiled = compile_model()
     expected = gradients(model, compiled)
@@ -773,6 +792,7 @@ def test_policies_differ_in_what_they_move_and_in_nothing_else() -> None:
     assert keep_all.num_segments_compiled == offload_all.num_segments_compiled
 
 
+@pytest.mark.slow
 def test_auto_is_the_default_and_without_the_planner_keeps_the_last_layer() -> None:
     options = rehearsal_options(disable=("planner",))
     del options["policy"]
@@ -834,6 +854,7 @@ def test_an_override_ends_with_an_exception_and_may_be_nested() -> None:
 # -- reports ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_graphs_lists_what_was_compiled_in_order() -> None:
     alive = set(fxoffload.graphs())
     models = [compile_model(n) for n in (2, 3)]
@@ -911,5 +932,6 @@ def test_torch_logs_tell_the_story() -> None:
         at = match.end()
 
 
+@pytest.mark.slow
 def test_quiet_unless_asked() -> None:
     assert "fxoffload" not in story()

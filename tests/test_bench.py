@@ -65,6 +65,7 @@ def test_the_budget_is_a_budget(whole_run: Report) -> None:
     assert budget < default.steps.planned_baseline_peak_bytes
 
 
+@pytest.mark.slow
 def test_everything_leaves_and_every_bit_returns(whole_run: Report) -> None:
     found = whole_run.rows[-1].switches
     assert found is not None and found.equal

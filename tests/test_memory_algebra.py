@@ -213,6 +213,7 @@ A = BATCH * 8 * 16 * 4
 LAYER = 10 * A + A // 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [0, 0.5, 1, 2.5, None], ids=lambda x: f"in flight {x} layers")
 def test_forward(watch: Watch, layers: float | None) -> None:
     in_flight = budget(layers)
@@ -242,6 +243,7 @@ def inputs(graph: CompiledGraph) -> set[str]:
     return {storage(n) for n in graph.forward.graph.find_nodes(op="placeholder")}
 
 
+@pytest.mark.slow
 def test_the_forwards_window_follows_the_segments(watch: Watch) -> None:
     """Without a budget: the bytes that the largest layer moves, so that each layer's copies run during the next layer.
     Values saved by the last layer are not copied: they stay until the backward reads them."""
@@ -261,6 +263,7 @@ def test_the_forwards_window_follows_the_segments(watch: Watch) -> None:
     assert max(b.in_flight_bytes for b in boundaries) >= 0.9 * layer_bytes(graph)
 
 
+@pytest.mark.slow
 def test_a_forward_that_keeps_holds_everything_it_saved(watch: Watch) -> None:
     """The counter-check: the same hooks see the memory grow with depth where nothing is offloaded."""
     graph, boundaries, _ = run(watch, policy="keep_all")
@@ -270,6 +273,7 @@ def test_a_forward_that_keeps_holds_everything_it_saved(watch: Watch) -> None:
     assert all(step >= 0.9 * layer_bytes(graph) for step in steps)
 
 
+@pytest.mark.slow
 def test_the_size_of_a_layer_is_what_the_algebra_says(watch: Watch) -> None:
     graph, *_ = run(watch)
     assert 9 * A < layer_bytes(graph) <= LAYER + 2 * A
@@ -302,6 +306,7 @@ def expected_backward(graph: CompiledGraph) -> list[tuple[str, set[str], set[str
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [0, 1, 2.5, None], ids=lambda x: f"prefetch {x} layers")
 def test_backward(watch: Watch, layers: float | None) -> None:
     prefetch = budget(layers)
@@ -326,6 +331,7 @@ def test_backward(watch: Watch, layers: float | None) -> None:
         assert fxoffload.stats().num_prefetch_misses <= len(sizes)
 
 
+@pytest.mark.slow
 def test_the_backwards_window_follows_the_segments(watch: Watch) -> None:
     """Without a budget: half as much again as the largest need of a layer: reloads run during the layer before."""
     graph, _, boundaries = run(watch, in_flight_budget=1)
@@ -336,6 +342,7 @@ def test_the_backwards_window_follows_the_segments(watch: Watch) -> None:
         assert boundary.live == gradients | saved, segment
 
 
+@pytest.mark.slow
 def test_a_saved_value_dies_in_the_segment_that_reads_it_last(watch: Watch) -> None:
     graph, _, boundaries = run(watch, in_flight_budget=1)
     assert graph.backward is not None
@@ -353,6 +360,7 @@ def test_a_saved_value_dies_in_the_segment_that_reads_it_last(watch: Watch) -> N
     assert checked >= 3 * NUM_LAYERS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["keep_all", "auto"])
 def test_a_kept_value_dies_in_the_segment_that_reads_it_last_too(watch: Watch, policy: str) -> None:
     """Nothing of ours, of AOTAutograd's or of autograd's holds what a backward has handed to its segments."""

@@ -119,6 +119,7 @@ def test_run_records_what_it_claims(tiny_run: tuple[dict, str]) -> None:
     assert result["num_graphs_first_step"] == result["num_graphs_at_end"] == 1
 
 
+@pytest.mark.slow
 def test_run_gives_equal_gradients_names_across_variants(tiny_run: tuple[dict, str]) -> None:
     report, _ = tiny_run
     digests = {
@@ -179,6 +180,7 @@ def test_replay_counts_what_it_had_to_guess_or_miss() -> None:
     assert (result.peak_bytes, result.peak_without_gradients_bytes) == (12, 4)
 
 
+@pytest.mark.slow
 def test_markers_see_every_gradient_and_cause_no_compilation() -> None:
     job = build_job(TINY, CPU)
     job.allocate_gradients()

@@ -99,6 +99,7 @@ def test_claims_of_a_rehearsal_are_open(whole_run: tuple[Report, str]) -> None:
     assert table.count("**open**") == 10
 
 
+@pytest.mark.slow
 def test_a_report_survives_json_and_is_drawn(whole_run: tuple[Report, str], tmp_path: Path) -> None:
     report, _ = whole_run
     again = from_json(Report, to_json(report))
@@ -129,6 +130,7 @@ def measure(
     return result.rl, result
 
 
+@pytest.mark.slow_except("verl", "pageable", "module_to")
 @pytest.mark.parametrize("label", ["verl", "pageable", "module_to", "fxoffload@pin=false"])
 def test_every_strategy_goes_through_all_of_phases(label: str, tmp_path: Path) -> None:
     """``cycles_s=0``: strategies that are slow take one cycle only."""
@@ -168,6 +170,7 @@ def test_an_rl_step_is_taken_apart(label: str, tmp_path: Path) -> None:
     assert found.first_step_s is not None and found.kv_bytes > 0
 
 
+@pytest.mark.slow
 def test_layers_may_be_compiled_and_states_may_be_wider(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.compile itself is not under test: the layers run eagerly; that they were asked to compile is counted."""
     asked: list[torch.nn.Module] = []

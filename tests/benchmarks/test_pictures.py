@@ -21,6 +21,7 @@ CONVERSIONS = RESULTS / "2026-11-22-cpu-moe-convert.json"
 PNG = b"\x89PNG"
 
 
+@pytest.mark.slow
 def test_a_report_of_several_files_with_its_pictures(tmp_path: Path) -> None:
     words = ["report", str(PHASES), str(SWEEP), str(CONVERSIONS), "--plots", str(tmp_path / "plots")]
     done = CliRunner().invoke(app, words)

@@ -60,6 +60,7 @@ def test_the_command_checks_without_writing() -> None:
     assert done.exit_code == 0 and not done.output
 
 
+@pytest.mark.slow
 def test_a_figure_that_was_changed_by_hand_is_found_and_mended(copy: Path) -> None:
     page = copy / "docs" / "benchmarks.md"
     text = page.read_text()
@@ -73,6 +74,7 @@ def test_a_figure_that_was_changed_by_hand_is_found_and_mended(copy: Path) -> No
     assert publish.write(copy) == []
 
 
+@pytest.mark.slow
 def test_text_around_the_tables_is_left_alone(copy: Path) -> None:
     readme = copy / "README.md"
     readme.write_text("before\n" + readme.read_text() + "behind, without a newline")

@@ -99,6 +99,7 @@ def test_a_plan_is_written_down_before_the_steps_it_predicts(sweep: tuple[Report
     assert plan.summary in table
 
 
+@pytest.mark.slow
 def test_gradients_of_a_sweep_are_comparable(sweep: tuple[Report, str, Path]) -> None:
     report, _, _ = sweep
     digests = {r.variant.label: r.result.gradients for r in report.records if r.status == "ok"}
@@ -350,6 +351,7 @@ def test_bisection_of_nothing_and_of_one() -> None:
     assert list(bisect([8], 3, lambda _: True)) == [8]
 
 
+@pytest.mark.slow
 def test_experts_compile_in_one_graph() -> None:
     case = Case("moe", 2, 32, 1, 32, 16, 4, 2, 8, dtype="bfloat16", device="cpu", experts=4, experts_per_token=2)
     job = build_job(case, torch.device("cpu"))

@@ -49,6 +49,7 @@ def test_without_reuse_every_segment_is_compiled() -> None:
     assert (compiled, reused) == (2 * 6, 0)
 
 
+@pytest.mark.slow
 def test_identical_segments_share_their_code() -> None:
     outer = tiny_tower(8).outer_forward
     fns = [outer.get_submodule(f"layers_{i}").fn for i in range(8)]

@@ -44,6 +44,7 @@ def test_copies_of_a_rehearsal_take_turns(cpu_profile: MachineProfile) -> None:
         assert cpu_profile.copy_ms(size, "d2h", duplex=True) == pytest.approx(2 * alone, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_the_public_entry_measures_the_cpu() -> None:
     """Measured again, rates would differ in their last digits."""
     began = time.process_time()
@@ -52,6 +53,7 @@ def test_the_public_entry_measures_the_cpu() -> None:
     assert fxoffload.profile("cpu") == first
 
 
+@pytest.mark.slow
 def test_the_caller_s_settings_neither_count_nor_change() -> None:
     """A compile may ask for a profile in the middle of AOTAutograd, whose fake tensors would stand for the buffers."""
     torch.manual_seed(3)

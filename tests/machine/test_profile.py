@@ -50,6 +50,7 @@ def float32_precision() -> Iterator[Callable[[str], None]]:
 
 
 class TestCopies:
+    @pytest.mark.slow
     @given(curves(), st.lists(st.integers(0, TERABYTE), min_size=2, max_size=20))
     def test_time_never_falls_with_the_size(self, curve: CopyCurve, sizes: list[int]) -> None:
         times = [curve.ms(size) for size in sorted(sizes)]
@@ -140,6 +141,7 @@ class TestCompute:
 
 
 class TestJson:
+    @pytest.mark.slow
     @given(profiles())
     def test_round_trip(self, profile: MachineProfile) -> None:
         again = MachineProfile.from_json(profile.to_json())

@@ -16,6 +16,7 @@ from tests.machine.example import example
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_measure_writes_a_file_that_can_be_loaded(tmp_path: Path) -> None:
     out = tmp_path / "new" / "cpu.json"
     command = [sys.executable, "-m", "fxoffload", "profile", "measure", "--device", "cpu", "--out", str(out)]

@@ -100,7 +100,7 @@ def test_gradients_under_inductor_do_not_depend_on_offloading() -> None:
     assert_close(flip.observed, eager)
 
 
-@pytest.mark.slow_except("qwen3", "gpt2")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS, scope="module")
 def test_cuts_are_balanced(name: str) -> None:
     if name == "mixtral" and MIXTRAL_BREAKS:

@@ -195,8 +195,8 @@ BATCHES: tuple[Batch, ...] = (
     _of_model("stack", {**_LOOSE, **_MORE}),
     _of_model("wide", _LOOSE, is_slow=True),
     _of_model("skips", _LOOSE, is_slow=True),
-    _of_model("heavy head", _FEW),
-    _of_model("shared gates", _FEW),
+    _of_model("heavy head", _FEW, is_slow=True),
+    _of_model("shared gates", _FEW, is_slow=True),
     _of_model("checkpointed", _FEW),
     _of_model("checkpointed", {"least budget": {SHARE: 0.0}}, checkpoints="obey"),
     _of_model("chain", {**_LOOSE, **_CHAIN}),
@@ -239,6 +239,7 @@ BATCHES: tuple[Batch, ...] = (
             "measured graph, fast: budget": {"activation_budget": 100_000},
         },
         _last(_measured_graph, lambda: adapter.measured(0.01)),
+        is_slow=True,
     ),
     Batch(
         "the same, each reading 0.3 ms later: slower than planned",
@@ -258,6 +259,7 @@ BATCHES: tuple[Batch, ...] = (
             for label in ("2, 48", "2, 15", "2, 32", "2, 44")
         },
         _of_sizes,
+        is_slow=True,
     ),
     Batch(
         "torch.compile(model, dynamic=True), steps of several lengths",

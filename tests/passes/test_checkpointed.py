@@ -97,6 +97,7 @@ def test_plain_regions_are_cleared(block: type[Block]) -> None:
     assert not any("ac_graph_id" in n.meta for n in joint.graph.nodes)
 
 
+@pytest.mark.slow_except("Recomputing")
 @pytest.mark.parametrize("block", [Recomputing, Saving])
 @pytest.mark.filterwarnings("ignore:.*context_fn")
 def test_policies_stay(block: type[Block]) -> None:
@@ -115,6 +116,7 @@ def test_regions_are_told_apart() -> None:
     assert marks(joint) == {"layers.1": before["layers.1"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
 def test_without_its_tags_a_graph_is_the_one_without_checkpointing(dropout: float) -> None:
     """Labels included."""

@@ -6,6 +6,7 @@ from fxoffload.passes.choose_actions import POLICIES, ChooseActions
 from tests.capture import Block, capture, example_input, tiny_tower
 
 
+@pytest.mark.slow
 def test_offload_all_and_keep_all() -> None:
     state = tiny_tower(3).forward
     choose = ChooseActions(state.segmentation, state.saved.candidates)

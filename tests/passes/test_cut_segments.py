@@ -153,6 +153,7 @@ def test_stray_labels_do_not_move_the_cuts(distance: int, prologue: int) -> None
     assert_balanced(found, 4)
 
 
+@pytest.mark.slow
 def test_a_segment_takes_the_sizes_that_its_shapes_mention() -> None:
     """Every length is a symbol that no input of the later segment need spell out."""
     torch._dynamo.reset()
@@ -283,6 +284,7 @@ def assert_balanced(found: Segmentation, num_layers: int) -> None:
     assert min(layers) >= statistics.median(layers) / 1.5
 
 
+@pytest.mark.slow
 def test_gpt2_does_not_collapse() -> None:
     """design.md 3: the partitioner leaves saved views at the end of the forward; unsettled, one layer got 526 ops."""
     found = gpt2()
@@ -299,6 +301,7 @@ def test_gpt2_would_collapse_if_it_were_not_settled() -> None:
     assert max(len(s.nodes) for s in found.segments) > 0.8 * sum(len(s.nodes) for s in found.segments)
 
 
+@pytest.mark.slow_except("3")
 @pytest.mark.parametrize("num_layers", [2, 3, 8])
 def test_the_number_of_segments_is_the_number_of_layers(num_layers: int) -> None:
     found = tiny_tower(num_layers)

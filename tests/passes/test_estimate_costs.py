@@ -646,6 +646,7 @@ def random_graphs(draw: st.DrawFn) -> fx.GraphModule:
     return sketch.module(unread)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(random_graphs(), st.data())
 def test_costs_are_sums_over_kinds_and_work_is_the_same_however_it_is_cut(gm: fx.GraphModule, data: Any) -> None:
@@ -663,6 +664,7 @@ def test_costs_are_sums_over_kinds_and_work_is_the_same_however_it_is_cut(gm: fx
     assert recompute_ms(nodes[:cut], rates) <= parts[0].ms + 1e-12
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(random_graphs(), st.floats(0, 3), st.floats(0, 3), st.floats(0, 9))
 def test_a_slower_machine_is_never_faster(gm: fx.GraphModule, matmul: float, memory: float, launch: float) -> None:
@@ -694,6 +696,7 @@ def test_cutting_a_chain_never_saves(kinds: list[str], data: Any) -> None:
     assert sum(p.bytes_moved for p in parts) >= whole.bytes_moved
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(random_graphs())
 def test_no_two_kernels_wait_for_each_other(gm: fx.GraphModule) -> None:

@@ -222,7 +222,7 @@ def check(found: Step, choose: Choice) -> None:
     assert not {n for n, (label, _) in saved.items() if label in layers and n not in expected}
 
 
-@pytest.mark.slow_except("dropout_stack")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tower", "dropping", "dropout_stack", "layer"])
 def test_every_point_is_what_is_saved_and_changes_no_bit(name: str) -> None:
     before = untouched(name)
@@ -258,6 +258,7 @@ def test_layers_may_have_different_points(name: str) -> None:
     assert len({choose(c, label).recomputed for c in found.classes for label in c.layers}) >= 2
 
 
+@pytest.mark.slow
 def test_dynamic_sizes() -> None:
     model, x = tower()[0], example_input()
     torch._dynamo.mark_dynamic(x, 0)
@@ -268,6 +269,7 @@ def test_dynamic_sizes() -> None:
     assert_equal(found.observed, untouched("tower").observed)
 
 
+@pytest.mark.slow
 def test_points_save_less_and_take_longer_from_all_to_the_input_alone() -> None:
     for c in untouched("qwen3").classes:
         times, sizes = [p.extra_ms for p in c.points], [p.nbytes for p in c.points]
@@ -280,6 +282,7 @@ def test_points_save_less_and_take_longer_from_all_to_the_input_alone() -> None:
         assert c.points[-1].extra_bytes > c.points[0].extra_bytes == 0
 
 
+@pytest.mark.slow
 def test_layers_of_one_structure_are_solved_once() -> None:
     torch.manual_seed(0)
     found = step(Tower(6), example_input(), None)

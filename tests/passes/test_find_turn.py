@@ -39,6 +39,7 @@ def test_a_light_head_turns_with_the_last_layer() -> None:
     assert 0 < len(turn.names) < len(state.saved.candidates)
 
 
+@pytest.mark.slow
 def test_a_heavy_head_turns_alone() -> None:
     captured = capture(WithHead(), example_input())
     state = captured.forward

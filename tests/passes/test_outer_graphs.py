@@ -219,6 +219,7 @@ def test_what_moves_keeps_its_layout() -> None:
         assert back.data_ptr() not in (copied.data_ptr(), value.data_ptr())
 
 
+@pytest.mark.slow
 def test_dead_code_elimination_keeps_what_only_orders() -> None:
     gm = capture(Tower(2), example_input()).outer_forward
     before = len(gm.graph.nodes)

@@ -43,6 +43,7 @@ def test_the_default_tags_nothing() -> None:
     assert set(LEVELS) <= set(Recompute.__args__)
 
 
+@pytest.mark.slow
 def test_products_are_saved_and_the_rest_of_a_layer_is_not() -> None:
     captured = cheap(Tower(3), example_input())
     found = tags(captured)
@@ -93,6 +94,7 @@ class Mixed(nn.Module):
         return x + torch.tanh(attended) * attended.sort(dim=-1).values.exp()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whole", [True, False], ids=["model", "layer"])
 def test_random_numbers_sorts_attention_and_buffers(whole: bool) -> None:
     model: nn.Module = Tower(3, make=Mixed) if whole else Mixed()

@@ -295,7 +295,7 @@ def test_every_byte_whatever_is_decided(name: str, share: float) -> None:
     assert reclaimed > 0
 
 
-@pytest.mark.slow_except("whole-two graphs", "cut-dropout")
+@pytest.mark.slow_except("whole-two graphs")
 @pytest.mark.parametrize("name", [slow(n) if n == "shared" else n for n in MODELS])
 @pytest.mark.usefixtures("heavy")
 def test_every_byte(name: str) -> None:
@@ -319,7 +319,7 @@ def test_every_byte(name: str) -> None:
     assert {"keep", "offload"} <= actions
 
 
-@pytest.mark.slow_except("whole-stack-0.9")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "factor"), [("stack", 0.9), ("two graphs", 1.5), slow("collecting", 0.9), slow("shared", 1.5)]
 )
@@ -459,7 +459,7 @@ def test_layers_of_one_graph_that_move_nothing_are_planned() -> None:
     assert "4 calls of 1 graph" in plan.summary
 
 
-@pytest.mark.slow_except("collecting", "shared")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_the_first_steps_take_the_least_that_offloading_does(name: str) -> None:
     """Under a budget; without one only in the second step, in which the allocator is read."""
@@ -554,6 +554,7 @@ def test_a_step_may_be_profiled_before_training(in_background: bool) -> None:
     assert fxoffload.profile_step(step, 1) == [] and count == 4
 
 
+@pytest.mark.slow
 def test_the_plan_goes_with_its_graphs() -> None:
     before = {g.index for g in fxoffload.graphs()}  # others may have left some
     run = recorded(MODELS["stack"], steps=3)
@@ -566,7 +567,7 @@ def test_the_plan_goes_with_its_graphs() -> None:
     assert {g.index for g in fxoffload.graphs()} <= before
 
 
-@pytest.mark.slow_except("True-disable1-False")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sharded", "disable", "paces"), [(True, (), True), (True, ("pacing",), False), (False, (), False)]
 )
@@ -590,6 +591,7 @@ def test_calls_beside_collectives_are_paced(
         assert len(paced) == (len(run.model.layers) if paces else 0)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_without_options_the_least_peak_within_a_slowdown() -> None:
     run = recorded(lambda: Stack(8), steps=3)
     (plan,) = new_plans()
@@ -983,6 +985,7 @@ def test_hooks_on_saved_tensors() -> None:
     assert moved_by(run) == planned
 
 
+@pytest.mark.slow
 def test_two_models_in_turn() -> None:
     """Each is a chain of its own, which begins with a graph of its own."""
     first = recorded(MODELS["stack"], activation_budget="1GiB")
@@ -1029,6 +1032,7 @@ def test_models_whose_forwards_and_backwards_interleave() -> None:
     assert moved == [True] * 4 + [False] * 3 + [True, False]
 
 
+@pytest.mark.slow
 def test_each_length_that_is_compiled_has_a_plan_of_its_own() -> None:
     lengths = (20, 24, 28)
     model = Stack(4)

@@ -138,6 +138,7 @@ def kept(name: str = "stack") -> dict[str, Tensor]:
 # -- measurements ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_is_shown_is_the_step_that_was_measured() -> None:
     """A reading is a millisecond after the last one; eager code between the layers takes seven, and the loss and the
     head twenty."""
@@ -182,6 +183,7 @@ def test_what_is_shown_is_the_step_that_was_measured() -> None:
     assert "measured" in str(plan) and "calibrated" in str(plan)
 
 
+@pytest.mark.slow
 def test_afterwards_nothing_is_measured() -> None:
     begin = StepRecording.begin
     with measured() as time, mock.patch.object(StepRecording, "begin", autospec=True, side_effect=begin) as began:
@@ -311,6 +313,7 @@ def test_what_is_computed_again_is_chosen_again_with_measured_times(thought: flo
     assert len(set(ran)) == 1
 
 
+@pytest.mark.slow
 def test_equal_measurements_change_nothing() -> None:
     """What everything fits into is kept, whatever it takes."""
     with measured(1e-2) as time, mock.patch.object(StepTracker, "follow_instead") as instead:
@@ -526,6 +529,7 @@ def test_calls_compute_more_again_where_working_sets_exceed_the_budget(exceeded:
     assert not [w for w in caught if "by what was measured" in str(w.message)]
 
 
+@pytest.mark.slow_except("0.0005-1e-06-5-0")
 @pytest.mark.parametrize(("least_ms", "tick_ms", "first", "then"), [(0.5, 5.0, 0, LAYERS), (0.0005, 1e-6, LAYERS, 0)])
 def test_what_was_measured_decides_which_calls_are_paced(
     monkeypatch: pytest.MonkeyPatch, least_ms: float, tick_ms: float, first: int, then: int
@@ -614,6 +618,7 @@ def test_what_is_hardly_better_is_left_alone(gain: float, changes: bool) -> None
     assert len(time.clocks) == 2 + changes
 
 
+@pytest.mark.slow
 def test_a_failure_leaves_what_moves_as_it_was_measured() -> None:
     plain = kept()
     with (
@@ -680,6 +685,7 @@ def test_working_sets_that_exceed_the_budget(extra: int) -> None:
         assert_equal(run.step(), plain)
 
 
+@pytest.mark.slow
 def test_a_budget_that_was_missed_from_the_beginning_is_not_warned_of_again() -> None:
     with measured(1e-3):
         with pytest.warns(UserWarning, match="expected an activation_budget of at least"):
@@ -801,7 +807,7 @@ ODD = (
 )
 
 
-@pytest.mark.slow_except("_hooked", "_raises_in_forward", "_everything_kept")
+@pytest.mark.slow
 @pytest.mark.parametrize("odd", ODD)
 def test_steps_that_are_not_the_chain_are_not_measured(odd: Callable[[Run], None]) -> None:
     """Their time is in no reading; steps before and after them count."""
@@ -890,7 +896,7 @@ def test_it_lets_go_where_one_of_its_graphs_is_gone() -> None:
     assert held() is None
 
 
-@pytest.mark.slow_except("time")
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["time", "readings", "plan"])
 def test_a_failure_is_one_warning(where: str) -> None:
     """The first plan stays."""

@@ -99,6 +99,7 @@ class Planned:
         return None if chosen is None else sum(v is not None for v in chosen.variants)
 
 
+@pytest.mark.slow
 def test_a_slower_link_is_spared() -> None:
     planned = Planned(4)
     aim = ChainObjective(limit_bytes=planned.half)
@@ -106,6 +107,7 @@ def test_a_slower_link_is_spared() -> None:
     assert fast is not None and slow is not None and 0 < fast < slow <= COUNT
 
 
+@pytest.mark.slow
 def test_slower_graphs_hide_more() -> None:
     planned = Planned(4)
     aim = ChainObjective(limit_bytes=planned.half)
@@ -113,6 +115,7 @@ def test_slower_graphs_hide_more() -> None:
     assert quick is not None and slow is not None and quick > slow
 
 
+@pytest.mark.slow
 def test_copies_hide_behind_what_runs_between_calls() -> None:
     planned = Planned(4)
     aim = ChainObjective(limit_bytes=planned.half)
@@ -131,6 +134,7 @@ def test_what_is_on_the_device_beside_them_counts() -> None:
     assert planned.again(planned.measured(extra_memory=turn), aim) is None
 
 
+@pytest.mark.slow
 def test_no_more_is_moved_than_there_is_host_memory_for() -> None:
     planned = Planned(4)
     aim = ChainObjective(limit_bytes=planned.half)
@@ -138,6 +142,7 @@ def test_no_more_is_moved_than_there_is_host_memory_for() -> None:
     assert free is not None and bound is not None and bound > free
 
 
+@pytest.mark.slow
 def test_a_slowdown_in_measured_time() -> None:
     """Calls that recompute took half a millisecond more than predicted."""
     planned = Planned(6, again_ms=0.05)

@@ -332,6 +332,7 @@ def test_an_input_that_only_a_variant_saves() -> None:
     assert choice.chain.candidates[1:] == tuple((f"call {k}/y",) for k in range(5))
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(
     st.lists(st.integers(1, 96), min_size=1, max_size=4),

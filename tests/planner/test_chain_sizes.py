@@ -102,7 +102,7 @@ def planned_lengths() -> list[str]:
     return [p.label.partition("sizes ")[2] for p in new_plans()]
 
 
-@pytest.mark.slow_except("dropout")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dropout", "collecting", slow("two graphs"), slow("shared")])
 def test_each_length_does_what_its_size_needs(name: str) -> None:
     """Short batches move nothing, long ones only as much as needed. Where the length is one of the grid, bytes on the

@@ -281,6 +281,7 @@ def plan_within(nbytes: int) -> fxoffload.Plan:
     return plan
 
 
+@pytest.mark.slow
 def test_a_budget_leaves_room_for_what_runs_beside_the_graphs(allocator: None) -> None:
     with pytest.warns(UserWarning, match="expected an activation_budget of at least"):
         plan = plan_within(EXTRA // 2)

@@ -445,7 +445,7 @@ class Recorded(Rehearsed):
         return max(self.levels[first.num_allocations - 1 : last.num_allocations])
 
 
-@pytest.mark.slow_except("True-nothing else")
+@pytest.mark.slow
 @pytest.mark.parametrize("extra_memory", [0, 1], ids=["nothing else", "gathered parameters"])
 @pytest.mark.parametrize("at_turn", [False, True])
 def test_the_first_plan_knows_what_is_allocated_between_calls(at_turn: bool, extra_memory: int) -> None:

@@ -63,7 +63,7 @@ def plans_with_variants(seed: str, *, some: bool = True) -> Iterator[None]:
         yield
 
 
-@pytest.mark.slow_except("stack")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["stack", "two graphs", "collecting", "shared"])
 def test_calls_run_the_variants_of_the_plan_and_move_nothing(name: str) -> None:
     plain = recorded(MODELS[name], policy="keep_all").steps(1)[0]

@@ -224,6 +224,7 @@ def test_graphs_of_one_step_share_its_allowance() -> None:
 # -- segments ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_segments_run_before_the_first_step(measure_with: Callable[[Meter], None]) -> None:
     meter = Told(segment_ms=3.0)
     measure_with(meter)
@@ -423,6 +424,7 @@ def test_random_numbers_autograd_and_modes_are_as_before(measure_with: Callable[
     assert fxoffload.stats().num_ops_measured > 0
 
 
+@pytest.mark.slow
 def test_the_cpu_is_not_measured_unless_asked_for(
     measure_with: Callable[[Meter], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -444,6 +446,7 @@ def test_sizes_that_vary_are_estimated(measure_with: Callable[[Meter], None]) ->
     assert fxoffload.stats().costs_estimated == {"sizes vary from call to call": 1}
 
 
+@pytest.mark.slow
 def test_a_plan_made_ahead_is_an_estimate() -> None:
     options: dict[str, Any] = {"max_slowdown": 0.5, "min_bytes": 1, "recompute": "default"}
     plan = fxoffload.plan(tower(), example_args=(example_input(),), **options)
@@ -476,6 +479,7 @@ def test_ranks_plan_with_the_same_times(measure_with: Callable[[Meter], None], m
 # -- a step over several graphs ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_step_over_several_graphs_is_planned_with_measured_segments(measure_with: Callable[[Meter], None]) -> None:
     measure_with(Told(segment_ms=3.0))
     layers = nn.ModuleList(Block() for _ in range(4))

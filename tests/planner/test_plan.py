@@ -595,6 +595,7 @@ def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytes
 # -- the picture -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_picture_is_a_png_of_the_size_that_was_asked_for(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     had_pyplot = "matplotlib.pyplot" in sys.modules

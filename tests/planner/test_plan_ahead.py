@@ -274,6 +274,7 @@ def test_autocast_is_seen() -> None:
     assert max(d.nbytes for d in narrow.decisions) < max(d.nbytes for d in wide.decisions)
 
 
+@pytest.mark.slow
 def test_a_tensor_that_is_no_buffer_is_faked_too() -> None:
     class Scaled(Tower):
         def __init__(self) -> None:
@@ -311,6 +312,7 @@ def test_a_budget_that_cannot_be_met_says_the_smallest() -> None:
     assert len(traceback.format_tb(error.__traceback__)) == 2, "this test, and plan()"
 
 
+@pytest.mark.slow
 def test_where_nothing_is_done_the_frontier_is_told_all_the_same() -> None:
     found = plan(Tower(3), example_args=(example_input(),), activation_budget="1GiB", **SMALL)
     assert "nothing is done" in found.summary and len(found.frontier) > 1

@@ -276,6 +276,7 @@ def test_a_level_of_recomputation(level: str) -> None:
     assert found.plan(slowdown=0.0, recompute=level).plan.baseline == baseline
 
 
+@pytest.mark.slow
 def test_the_windows_are_bounded() -> None:
     found = recorded("tower")
     baseline = found.plan(1 << 60).plan.baseline
@@ -287,6 +288,7 @@ def test_the_windows_are_bounded() -> None:
     assert any(planned.schedule.offload)
 
 
+@pytest.mark.slow
 def test_a_small_host() -> None:
     found = recorded("tower")
     budget = found.plan(1 << 60).plan.baseline_peak_bytes * 2 // 3
@@ -340,7 +342,7 @@ def middle(**changes: Any) -> int:
     return (found.smallest(**changes).smallest_bytes + found.plan(1 << 60).plan.baseline_peak_bytes) // 2
 
 
-@pytest.mark.slow_except("0.0-default")
+@pytest.mark.slow
 @pytest.mark.parametrize(("share", "recompute"), [(0.0, "auto"), (0.6, "auto"), (0.0, "default")])
 def test_the_runtime_does_what_is_planned(share: float, recompute: str) -> None:
     known = recorded("tower")
@@ -468,7 +470,7 @@ def test_nothing_is_done_where_plain_inductor_will_do() -> None:
     assert_equal(found, scenario(model, compiled(model, policy="keep_all", recompute="default"))())
 
 
-@pytest.mark.slow_except("fallback")
+@pytest.mark.slow_except("raise")
 @pytest.mark.parametrize("on_error", ["raise", "fallback"])
 def test_a_budget_that_cannot_be_met(on_error: str) -> None:
     model = tower()
@@ -519,7 +521,7 @@ def test_plans_are_forgotten_with_their_code() -> None:
     assert plan not in new_plans()
 
 
-@pytest.mark.slow_except("offload")
+@pytest.mark.slow
 @pytest.mark.parametrize("piece", ["planner", "segments", "offload", "calibration"])
 def test_pieces_that_are_switched_off(piece: str) -> None:
     model = tower()
@@ -643,7 +645,7 @@ def roots(graph: CompiledGraph) -> list[str]:
     return found
 
 
-@pytest.mark.slow_except("knob1")
+@pytest.mark.slow
 @pytest.mark.parametrize("knob", [{"activation_budget": 60_000}, {"max_slowdown": 10.0}])
 def test_a_users_policy_is_obeyed(knob: dict[str, Any]) -> None:
     saved, again = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE

@@ -585,6 +585,7 @@ def decoder(layers: int, variants: int) -> Problem:
     )
 
 
+@pytest.mark.slow_except("1")
 @pytest.mark.parametrize("variants", [10, 1])
 def test_eighty_layers(variants: int) -> None:
     problem = decoder(80, variants)

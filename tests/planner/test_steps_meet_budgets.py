@@ -162,6 +162,7 @@ def test_the_time_of_a_head_hides_copies(peaks: tuple[int, int]) -> None:
     assert moved[0] < moved[1]
 
 
+@pytest.mark.slow
 def test_until_the_plan_is_there_graphs_run_as_they_are_within_the_budget(peaks: tuple[int, int]) -> None:
     """A schedule for them is found at once. No bit of a gradient changes."""
     budget = sum(peaks) // 2

@@ -107,6 +107,7 @@ def test_annotated_regions_do_not_decide_either(whole: bool) -> None:
     loss.backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["keep_all", "offload_all"])
 def test_without_a_plan_torchs_setting_decides(policy: str) -> None:
     train(policy=policy)

@@ -79,6 +79,7 @@ def test_more_room_never_costs_time(decided: tuple[TrainingStep, tuple[bool, ...
         before = min(before, ms)
 
 
+@pytest.mark.slow
 @many
 @given(decided_steps())
 def test_with_all_the_room_nobody_waits_for_it(decided: tuple[TrainingStep, tuple[bool, ...]]) -> None:

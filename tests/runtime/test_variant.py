@@ -75,7 +75,7 @@ def test_every_mix_of_variants_gives_the_same_bits(gate: bool) -> None:
     assert {**compile_counts(), "segments": 0} == {**counts, "segments": 0}
 
 
-@pytest.mark.slow_except("variants1")
+@pytest.mark.slow
 @pytest.mark.parametrize("variants", [(1, 1, 1), (2, 0, 1)])
 def test_with_inductor(variants: tuple[int, ...]) -> None:
     forced = Forced(inner="inductor")
@@ -88,6 +88,7 @@ def test_with_inductor(variants: tuple[int, ...]) -> None:
     assert any(m.donates for g in forced.graphs for v in g.variants for m in v.backward.children())
 
 
+@pytest.mark.slow
 def test_attention_is_computed_again_without_its_random_state() -> None:
     forced = Forced(compiles=False)
     name = "_scaled_dot_product_flash_attention_for_cpu.default"
@@ -138,7 +139,7 @@ def test_two_forwards_before_a_backward_are_two_sets_of_bundles(offload: bool) -
     assert_nothing_held()
 
 
-@pytest.mark.slow_except("False")
+@pytest.mark.slow
 @pytest.mark.parametrize("offload", [False, True])
 def test_backwards_in_the_order_of_the_forwards(offload: bool) -> None:
     """Each finds the variant and the group of its own tokens, however the chain goes."""
@@ -183,6 +184,7 @@ def test_a_graph_that_is_dropped_frees_everything(gate: bool, offload: bool) -> 
         gc.enable()
 
 
+@pytest.mark.slow
 def test_values_die_with_the_backward_of_their_call() -> None:
     """Not with the graph: the loss is held."""
     forced = Forced()
@@ -351,6 +353,7 @@ def test_under_users_hooks_variant_0_runs() -> None:
     assert packed and not made
 
 
+@pytest.mark.slow
 def test_a_choice_that_slips_through_is_not_followed_under_hooks() -> None:
     forced = Forced()
     expected = forced.step()
@@ -367,6 +370,7 @@ def test_a_choice_that_slips_through_is_not_followed_under_hooks() -> None:
     assert fxoffload.stats().bytes_offloaded == 0
 
 
+@pytest.mark.slow
 def test_a_forward_inside_a_backward_runs_variant_0() -> None:
     class Checkpointed(Layers):
         def forward(self, x: Tensor) -> Tensor:
@@ -428,6 +432,7 @@ def test_policies_and_decisions_outweigh_a_variant() -> None:
 # -- a plan that has to be made ready ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_variants_are_compiled_when_the_first_step_begins() -> None:
     forced = Forced(compiles=False)
     expected = forced.step()
@@ -446,6 +451,7 @@ def test_variants_are_compiled_when_the_first_step_begins() -> None:
     assert [len(g.variants) for g in forced.graphs] == [2] * len(forced.graphs)
 
 
+@pytest.mark.slow
 def test_a_plan_that_cannot_be_made_ready_gives_way_to_another() -> None:
     forced = Forced()
     expected = forced.step()
@@ -469,6 +475,7 @@ def test_a_plan_that_cannot_be_made_ready_gives_way_to_another() -> None:
     assert fxoffload.stats().bytes_offloaded == 2 * moved
 
 
+@pytest.mark.slow
 def test_a_plan_is_not_made_ready_in_the_middle_of_a_step() -> None:
     """A plan from another thread may come at any time, and the first graph may be called again later in the chain."""
     forced = Forced(Layers())
@@ -485,6 +492,7 @@ def test_a_plan_is_not_made_ready_in_the_middle_of_a_step() -> None:
     assert prepared == [1], "a step begins there"
 
 
+@pytest.mark.slow
 def test_what_was_interrupted_is_made_ready_later() -> None:
     forced = Forced(Layers())
     prepared: list[str] = []
@@ -502,6 +510,7 @@ def test_what_was_interrupted_is_made_ready_later() -> None:
     assert prepared == ["interrupted", "again"] and not forced.chains.may_prepare
 
 
+@pytest.mark.slow
 def test_calls_look_for_what_to_make_ready_only_where_something_may_be() -> None:
     forced = Forced(Layers())
     with mock.patch.object(step_tracker.StepTracker, "_make_ready", autospec=True, return_value=True) as looks:
@@ -512,6 +521,7 @@ def test_calls_look_for_what_to_make_ready_only_where_something_may_be() -> None
         assert looks.call_count == 1
 
 
+@pytest.mark.slow
 def test_an_empty_group_of_a_variant_is_found_again() -> None:
     """Everything kept under a plan's windows: the backward still has them, and takes back what earlier calls moved."""
     forced = Forced()
