@@ -117,7 +117,7 @@ def run(
     torch.cuda.reset_peak_memory_stats()
     for i in range(16):
         for thread in threading.enumerate():
-            if thread.name in ("fxoffload-tape-plan", "fxoffload-replan"):
+            if thread.name in ("fxoffload-chain-plan", "fxoffload-replan"):
                 thread.join()
         torch.cuda.synchronize()
         if resets or i >= 12:

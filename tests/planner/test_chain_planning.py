@@ -626,7 +626,7 @@ def test_a_plan_made_on_a_thread_of_its_own_is_followed_from_a_later_step_on() -
         assert moved_by(run) == everything
         release.set()
         for thread in threading.enumerate():
-            if thread.name == "fxoffload-tape-plan":
+            if thread.name == "fxoffload-chain-plan":
                 thread.join()
         assert moved_by(run) == 0
         assert len(new_plans()) == 1
@@ -936,7 +936,7 @@ def test_two_chains_with_the_same_layers_are_planned_one_after_the_other() -> No
             model.uses_other = i % 4 > 1
             model(batch(length=LENGTH)).square().mean().backward()
         for thread in threading.enumerate():
-            if thread.name == "fxoffload-tape-plan":
+            if thread.name == "fxoffload-chain-plan":
                 thread.join()
     assert not at_once
     assert len(new_plans()) == 2

@@ -287,7 +287,7 @@ def test_plans_made_behind_running_steps() -> None:
 
     def join() -> None:
         for thread in threading.enumerate():
-            if thread.name == "fxoffload-tape-plan":
+            if thread.name == "fxoffload-chain-plan":
                 thread.join()
 
     steps = engine_for(CPU).calls
