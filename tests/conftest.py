@@ -41,7 +41,9 @@ def pytest_configure() -> None:
     torch._dynamo.guards.profile_guard_manager = lambda *args: 0.0  # pyright: ignore[reportAttributeAccessIssue]
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_slow_parameters(items)
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     no_gpu = pytest.mark.skip(reason="needs a CUDA device; torch.cuda.is_available() is False")
     for item in items:
@@ -52,6 +54,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             wanted = dist.kwargs.get("gpus", 2)
             if num_gpus < wanted:
                 item.add_marker(pytest.mark.skip(reason=f"needs {wanted} CUDA devices; there are {num_gpus}"))
+
+
+def mark_slow_parameters(items: list[pytest.Item]) -> None:
+    """Gives ``slow`` to all parameters of a test but those that its mark ``slow_except`` names."""
+    missing: dict[str, set[str]] = {}
+    for item in items:
+        if mark := item.get_closest_marker("slow_except"):
+            parameters = item.callspec.id  # pyright: ignore[reportAttributeAccessIssue]
+            missing.setdefault(item.nodeid.split("[")[0], set(mark.args)).discard(parameters)
+            if parameters not in mark.args:
+                item.add_marker(pytest.mark.slow)
+    wrong = {test: names for test, names in missing.items() if names}
+    some_were_asked_for = any("::" in argument for argument in items[0].config.args) if items else True
+    if wrong and not some_were_asked_for:
+        raise pytest.UsageError(f"expected parameters of tests in slow_except, found names of none: {wrong}")
 
 
 _modules = itertools.count(1)

@@ -36,6 +36,7 @@ from fxoffload.runtime.engine import CopyEngine, engine_for
 from fxoffload.runtime.host_memory.trim import STEADY_STEPS, HostTrim
 from fxoffload.torch_private.graphs import boxed_eager
 from tests.capture import Tower, example_input, rehearsal_options
+from tests.marks import slow
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -285,7 +286,7 @@ def option_of(piece: str, by: str, disabled: bool, monkeypatch: pytest.MonkeyPat
     return ()
 
 
-@pytest.mark.parametrize("by", ["environment", "option"])
+@pytest.mark.parametrize("by", [slow("environment"), "option"])
 class TestPieces:
     def test_segments(self, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
         expected = kept()
@@ -553,6 +554,7 @@ def run_and_collect(run: Callable[[], list[Tensor]]) -> tuple[list[Tensor], list
     return found, [str(w.message) for w in caught if "fxoffload" in str(w.message)]
 
 
+@pytest.mark.slow_except("annotate_layers", "insert_offloads")
 @pytest.mark.parametrize("failing", FAILING_PASSES, ids=lambda p: p.name)
 def test_a_failing_pass_raises_by_default(failing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failing, "__call__", fail)
@@ -562,6 +564,7 @@ def test_a_failing_pass_raises_by_default(failing: Any, monkeypatch: pytest.Monk
     assert fxoffload.stats().num_fallbacks == 0
 
 
+@pytest.mark.slow_except("aot_eager-annotate_layers", "aot_eager-insert_offloads", "inductor-insert_offloads")
 @pytest.mark.parametrize("failing", FAILING_PASSES, ids=lambda p: p.name)
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_a_failing_pass_falls_back_where_that_was_asked_for(
@@ -875,6 +878,7 @@ def test_stats_are_frozen_and_reset() -> None:
 STORY = """
 import torch
 from tests.capture import Tower, example_input, rehearsal_options
+from tests.marks import slow
 model = torch.compile(Tower(3), backend="fxoffload", options=rehearsal_options())
 model(example_input()).sum().backward()
 """
@@ -888,6 +892,7 @@ def story(**environment: str) -> str:
     return found.stdout + found.stderr
 
 
+@pytest.mark.slow
 def test_torch_logs_tell_the_story() -> None:
     text = story(TORCH_LOGS="+fxoffload")
     lines = [

@@ -31,6 +31,7 @@ def whole_run() -> Report:
 # -- a run -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_variant_is_measured_and_computes_the_same(whole_run: Report) -> None:
     rows = {row.name: row for row in whole_run.rows}
     assert list(rows) == [
@@ -209,6 +210,7 @@ def test_a_machine_whose_torch_does_not_start_is_an_error(monkeypatch: pytest.Mo
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_command_prints_and_writes(whole_run: Report, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def measure(limit_s: float, tell: Any) -> Report:
         tell("a variant")

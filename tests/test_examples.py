@@ -24,6 +24,7 @@ def run_example(name: str, *arguments: str) -> str:
     return found.stdout
 
 
+@pytest.mark.slow
 def test_plan_ahead(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     text = run_example("plan_ahead.py", str(tmp_path))
@@ -54,6 +55,7 @@ def test_moe_checkpoints(tmp_path: Path) -> None:
     assert "stacked: 23 tensors" in text and "layout stacked" in text
 
 
+@pytest.mark.slow
 def test_grpo_toy() -> None:
     pytest.importorskip("transformers")
     text = run_example("grpo_toy.py", "30")

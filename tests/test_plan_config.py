@@ -40,6 +40,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_configuration_is_planned(folder: Path) -> None:
     command = ["plan", str(folder), "--tokens", "1024", "--layers", "2", "--json"]
     found = CliRunner().invoke(app, [*command, "--plot", str(folder / "p.png"), "--trace", str(folder / "t.json")])

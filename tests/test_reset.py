@@ -52,6 +52,7 @@ def step(model: nn.Module, call: Callable[[Tensor], Tensor], between: Callable[[
 # -- torch calls us while it walks through something -----------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_dynamo_finds_the_backend_alone_and_resets_it_before_it_ran(tmp_path: Path) -> None:
     """As installed, in a program that does not import fxoffload, with a first compilation that fails in Dynamo."""
     info = tmp_path / "fxoffload-0.dist-info"
@@ -83,6 +84,7 @@ torch.compile(lambda x: x.sin(), backend="fxoffload", options={{"inner": "aot_ea
 # -- a reset forgets -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_graphs_and_plans_are_gone_though_somebody_holds_the_model(reset: Callable[[], None]) -> None:
     model = Stack(3)
     module = compiled(model, policy="auto", profile="h200", max_slowdown=9.0)
@@ -145,6 +147,7 @@ def layers_planned(model: Stack) -> Callable[[Tensor], Tensor]:
     return per_layer(model, policy="auto", profile="h200", activation_budget="20KiB")
 
 
+@pytest.mark.slow_except("layers")
 @pytest.mark.parametrize("compile_it", [whole, planned, layers, layers_planned])
 @pytest.mark.filterwarnings("ignore:expected an activation_budget")
 def test_a_backward_behind_a_reset_is_right(compile_it: Callable[[Stack], Callable[[Tensor], Tensor]]) -> None:

@@ -141,6 +141,7 @@ def test_each_counts_where_it_was_shortest_and_against_its_own_round() -> None:
         summarize_rounds([rounds_of([1.0], [None]), rounds_of([1.0], [1.0])], 1000)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_two_processes_on_a_cpu() -> None:
     """A rehearsal: collectives are timed, and nothing runs with them."""

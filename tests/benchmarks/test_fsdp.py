@@ -24,6 +24,7 @@ def request_of(kind: str = "eager", case: Case = TINY, protocol: Protocol = PROT
     return Request("fsdp", case, Variant(kind, kind, options), protocol)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_two_ranks_share_each_layer() -> None:
     eager = run_variant(request_of(), 200.0)

@@ -90,6 +90,7 @@ def test_a_process_that_its_last_words_end_was_out_of_time() -> None:
         assert judge(Exit([0, code], False), results, ["", log], 20.0)[0] == "failed"
 
 
+@pytest.mark.slow
 def test_run_measures_every_variant_and_survives_the_failing_one(tiny_run: tuple[dict, str]) -> None:
     report, table = tiny_run
     by_label = {record["variant"]["label"]: record for record in report["records"]}

@@ -89,6 +89,7 @@ def test_a_run_of_phases_traces_where_asked(tmp_path: Path) -> None:
     assert rl.switching.exposed is not None and rl.switching.exposed.without == {}
 
 
+@pytest.mark.slow
 def test_a_run_of_phases_leaves_things_out_where_asked(tmp_path: Path) -> None:
     asked = dataclasses.replace(SHORT, ablate_overlap=True)
     rl, result = measure(tmp_path, "phases", "fxoffload", protocol=asked)

@@ -69,6 +69,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, str]:
     return from_json(Report, (out / "phases.json").read_text()), done.output
 
 
+@pytest.mark.slow
 def test_a_run_measures_everything_and_survives_what_is_not_installed(whole_run: tuple[Report, str]) -> None:
     report, table = whole_run
     by_label = {record.variant.label: record for record in report.records}
@@ -155,6 +156,7 @@ def test_every_way_of_weight_sync_delivers_the_bits(label: str, tmp_path: Path) 
         assert found.promised_bytes == 2 * 8192 + found.largest_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("label", ["fxoffload", "verl", "none"])
 def test_an_rl_step_is_taken_apart(label: str, tmp_path: Path) -> None:
     rl, _ = measure(tmp_path, "rl-step", label)

@@ -66,6 +66,7 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, str, Path]:
     return *run(out, "plan", ["long_steps=2"], variants), out
 
 
+@pytest.mark.slow
 def test_a_sweep_survives_the_variants_that_fail(sweep: tuple[Report, str, Path]) -> None:
     report, table, _ = sweep
     found = {record.variant.label: record for record in report.records}

@@ -194,6 +194,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "how"),
     [("qwen3_moe", "kernel"), ("gpt_oss", "buffer"), slow("qwen3_moe", "buffer"), slow("gpt_oss", "kernel")],

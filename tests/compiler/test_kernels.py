@@ -59,6 +59,7 @@ def order_of_events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return events
 
 
+@pytest.mark.slow
 def test_all_segments_are_compiled_before_any_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     events = order_of_events(monkeypatch)
     together = run()
@@ -71,6 +72,7 @@ def test_all_segments_are_compiled_before_any_is_waited_for(monkeypatch: pytest.
     assert all(torch.equal(a, b) for a, b in zip(together, apart, strict=True))
 
 
+@pytest.mark.slow
 def test_with_a_fallback_each_segment_is_finished_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     events = order_of_events(monkeypatch)
     run(on_error="fallback")
@@ -89,6 +91,7 @@ def test_the_next_start_finds_every_segment_in_the_cache() -> None:
     assert all(torch.equal(a, b) for a, b in zip(cold, warm, strict=True))
 
 
+@pytest.mark.slow
 def test_a_kernel_that_fails_names_its_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     waits = 0
 
@@ -105,6 +108,7 @@ def test_a_kernel_that_fails_names_its_layer(monkeypatch: pytest.MonkeyPatch) ->
         run()
 
 
+@pytest.mark.slow
 def test_the_patches_are_taken_off() -> None:
     before = AsyncCompile.__dict__["wait"], FxGraphCache.__dict__["_save_graph"]
     run()
@@ -116,6 +120,7 @@ def test_the_patches_are_taken_off() -> None:
     assert not pending
 
 
+@pytest.mark.slow
 def test_settings_that_time_kernels_are_waited_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not needs_kernels_while_compiling()
     with inductor_config.patch({"triton.multi_kernel": 1}):
@@ -125,6 +130,7 @@ def test_settings_that_time_kernels_are_waited_for_at_once(monkeypatch: pytest.M
     assert events[:4] == ["compile", "wait", "compile", "wait"]
 
 
+@pytest.mark.slow
 def test_a_forward_that_runs_first_waits_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """AOTAutograd compiles the backward before the first step; should it not, nothing may run unfinished."""
     finish = kernels.PendingKernels.finish

@@ -120,6 +120,7 @@ def test_other_backends_are_as_before(caplog: pytest.LogCaptureFixture) -> None:
     assert counter.frame_count == 2
 
 
+@pytest.mark.slow
 def test_a_model_that_logs_is_planned_ahead(caplog: pytest.LogCaptureFixture) -> None:
     class Logs(Tower):
         def forward(self, x: Tensor) -> Tensor:

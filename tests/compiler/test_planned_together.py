@@ -75,6 +75,7 @@ def known() -> set[int]:
     return {p.graph for p in fxoffload.plans()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [900_000, 1_240_000])
 def test_a_budget_is_for_the_step_and_not_for_each_graph(budget: int) -> None:
     module, x, before = Halves(), batch(length=480), known()
@@ -109,6 +110,7 @@ def group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("group")
 def test_the_buckets_of_ddp() -> None:
     """DDPOptimizer makes a graph of each, of three layers."""
@@ -130,6 +132,7 @@ def test_the_buckets_of_ddp() -> None:
         assert all(map(torch.equal, found, step(model, module, x)))
 
 
+@pytest.mark.slow
 def test_a_graph_that_follows_the_plan_of_a_step_is_not_measured_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """It then takes more or less than planned."""
 
@@ -160,6 +163,7 @@ def test_a_graph_that_follows_the_plan_of_a_step_is_not_measured_alone(monkeypat
     assert seen == [[False, False]] * 3 + [[True, True]] * (STEPS - 3)
 
 
+@pytest.mark.slow
 def test_a_forward_without_a_backward_beside_a_step_changes_no_plan() -> None:
     """Validation that forgot ``no_grad``, whose result is still there when the next step begins."""
     module, x, before = Halves(breaks=False), batch(length=480), known()
@@ -177,6 +181,7 @@ def test_a_forward_without_a_backward_beside_a_step_changes_no_plan() -> None:
     del left
 
 
+@pytest.mark.slow
 def test_the_plan_is_made_again_with_measured_times() -> None:
     """As that of any chain; the graphs have several segments both ways."""
     with measured(1e-3), told() as warned:
@@ -195,6 +200,7 @@ def test_the_plan_is_made_again_with_measured_times() -> None:
     assert warned == []
 
 
+@pytest.mark.slow
 def test_a_graph_that_fits_alone_is_told_of() -> None:
     """Each half is plain Inductor's: together they take what keep_all takes, and nothing can move."""
     module, x = Halves(), batch(length=480)
@@ -206,6 +212,7 @@ def test_a_graph_that_fits_alone_is_told_of() -> None:
     assert all("fits into the budget alone" in text for text in warned)
 
 
+@pytest.mark.slow
 def test_two_that_are_cut_and_one_that_fits_alone() -> None:
     """The first two are planned together; the third, which comes after them, is told of."""
 
@@ -227,6 +234,7 @@ def test_two_that_are_cut_and_one_that_fits_alone() -> None:
     assert "over 2 calls of 2 graphs" in plans_since(before)[-1].summary
 
 
+@pytest.mark.slow
 def test_what_a_user_keeps_is_no_sign_of_a_backward_to_come() -> None:
     class Features(Halves):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
@@ -246,6 +254,7 @@ def test_what_a_user_keeps_is_no_sign_of_a_backward_to_come() -> None:
     assert len(engine_for(torch.device("cpu")).calls._plain.waiting()) <= 1
 
 
+@pytest.mark.slow
 def test_what_fits_side_by_side_stays_as_it_is() -> None:
     module, x, before = Halves(), batch(length=480), known()
     model = torch.compile(module, backend="fxoffload", options={**OPTIONS, "activation_budget": 2 * ONE_HALF})
@@ -256,6 +265,7 @@ def test_what_fits_side_by_side_stays_as_it_is() -> None:
     assert len(plans_since(before)) == 2
 
 
+@pytest.mark.slow
 def test_a_half_and_layers_that_are_compiled_on_their_own() -> None:
     module, x, before, budget = Halves(breaks=False), batch(length=480), known(), 1_200_000
     options = {**OPTIONS, "activation_budget": budget}
@@ -286,6 +296,7 @@ def test_a_half_and_layers_that_are_compiled_on_their_own() -> None:
         assert all(map(torch.equal, found, step(model, module, x)))
 
 
+@pytest.mark.slow
 def test_two_models_in_turn_are_not_planned_together() -> None:
     """Actor and critic, each with a backward of its own after its forward."""
     modules, x, before = [Halves(breaks=False), Halves(breaks=False, half=4)], batch(length=480), known()
@@ -300,6 +311,7 @@ def test_two_models_in_turn_are_not_planned_together() -> None:
     assert [("over" in p.summary, "together" in p.summary) for p in plans_since(before)] == [(False, False)] * 2
 
 
+@pytest.mark.slow
 def test_validation_without_no_grad_is_not_planned_with_training() -> None:
     """Another graph (dropout), whose results are gone when the next step begins."""
     module, x, before = Stack(6, dropout=0.5), batch(length=480), known()
@@ -341,6 +353,7 @@ def test_microbatches_of_a_whole_model() -> None:
         assert all(map(torch.equal, found, both()))
 
 
+@pytest.mark.slow
 def test_sizes_that_vary_are_told_of() -> None:
     module = Halves()
     model = torch.compile(

@@ -36,12 +36,14 @@ def compiled_counts(num_layers: int, **options: Any) -> tuple[int, int]:
 # -- reuse -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_number_of_compilations_does_not_grow_with_depth() -> None:
     at_4, at_12 = compiled_counts(4), compiled_counts(12)
     assert at_4[0] == at_12[0] <= 9
     assert sum(at_12) - sum(at_4) == at_12[1] - at_4[1] == 2 * 8
 
 
+@pytest.mark.slow
 def test_without_reuse_every_segment_is_compiled() -> None:
     compiled, reused = compiled_counts(4, disable=("segment_reuse",))
     assert (compiled, reused) == (2 * 6, 0)
@@ -214,6 +216,7 @@ def test_no_tracing_context_is_needed() -> None:
         assert TracingContext.try_get() is None
 
 
+@pytest.mark.slow
 def test_the_context_is_set_around_every_segment_that_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through a real compile: each segment sees its own donated inputs, and AOTAutograd its strides afterwards."""
     seen: list[tuple[bool, list[int] | None, Any]] = []

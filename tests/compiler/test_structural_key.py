@@ -175,6 +175,7 @@ def test_unknown_objects_are_told_apart_and_kept_alive() -> None:
     assert len(set(keys)) == 200
 
 
+@pytest.mark.slow
 def test_symbolic_sizes_enter_as_text() -> None:
     x = torch.randn(4, 8, 16)
     torch._dynamo.mark_dynamic(x, 1)

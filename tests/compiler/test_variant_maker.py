@@ -116,6 +116,7 @@ class Adding(nn.Module):
 # -- what there is to choose from --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_points_go_from_least_to_most_recomputation() -> None:
     forced = Forced(compiles=False)
     for tracked in forced.order:
@@ -176,6 +177,7 @@ def test_edges_name_inputs_that_only_a_variant_may_save() -> None:
     assert tracked.edges is not None and not any(tracked.edges.inputs)
 
 
+@pytest.mark.slow
 def test_without_the_piece_there_is_no_recipe() -> None:
     for changes in ({"disable": ("tape_recompute",)}, {"recompute": "cheap"}):
         torch.compiler.reset()
@@ -183,6 +185,7 @@ def test_without_the_piece_there_is_no_recipe() -> None:
         assert found and all(part_of(s).variant_maker is None for s in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"policy": "offload_all"}, {"disable": ("tape_plan",)}])
 def test_a_graph_that_joins_no_tape_has_no_part(changes: dict[str, Any]) -> None:
     with mock.patch.object(variant_maker, "VariantMaker") as made:
@@ -198,6 +201,7 @@ def test_a_graph_that_writes_to_its_inputs_has_no_variants() -> None:
     assert [part_of(s).variant_maker for s in found] == [None]
 
 
+@pytest.mark.slow
 def test_random_numbers_are_not_drawn_again() -> None:
     """No point computes dropout again; a partition that did would not fit."""
     torch.manual_seed(0)
@@ -398,6 +402,7 @@ def test_there_are_at_most_two_variants() -> None:
         mine.compile(3)
 
 
+@pytest.mark.slow
 def test_a_variant_is_compiled_once() -> None:
     forced = Forced(compiles=False)
     mine = variant_maker_of(forced.first)
@@ -413,6 +418,7 @@ def test_a_variant_is_compiled_once() -> None:
     assert shown.forward.graph.find_nodes(op="call_module") and shown.backward.graph.find_nodes(op="call_module")
 
 
+@pytest.mark.slow_except("forward")
 @pytest.mark.parametrize("step", ["forward", "backward"])
 def test_a_variant_that_fails_leaves_everything_as_it_was(step: str) -> None:
     forced = Forced(compiles=False)
@@ -432,6 +438,7 @@ def test_a_variant_that_fails_leaves_everything_as_it_was(step: str) -> None:
     assert_equal(forced.step(), expected)
 
 
+@pytest.mark.slow
 def test_compiling_draws_no_random_numbers() -> None:
     forced = Forced(compiles=False)
     torch.manual_seed(3)
@@ -448,6 +455,7 @@ def test_compiling_draws_no_random_numbers() -> None:
     assert torch.equal(torch.rand(4), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True])
 def test_two_threads_compile_a_variant_once(fails: bool) -> None:
     forced = Forced(compiles=False)
@@ -480,6 +488,7 @@ def test_two_threads_compile_a_variant_once(fails: bool) -> None:
     assert sorted(errors) == expected
 
 
+@pytest.mark.slow
 def test_numbers_are_given_once_whoever_asks() -> None:
     forced = Forced(compiles=False)
     mine = variant_maker_of(forced.first)
@@ -505,6 +514,7 @@ def test_numbers_are_given_once_whoever_asks() -> None:
     assert len(found) == 8 and len(set(found)) == 2 and {n for _, n in found} == {1, 2}
 
 
+@pytest.mark.slow
 def test_lost_numbers_leave_no_room() -> None:
     forced = Forced(compiles=False)
     mine, tracked = variant_maker_of(forced.first), part_of(forced.first)
@@ -521,6 +531,7 @@ def test_lost_numbers_leave_no_room() -> None:
     assert _variants_of(mine, tracked.step) == []
 
 
+@pytest.mark.slow
 def test_a_graph_with_one_variant_may_have_another() -> None:
     forced = Forced(compiles=False)
     mine, tracked = variant_maker_of(forced.first), part_of(forced.first)
@@ -532,6 +543,7 @@ def test_a_graph_with_one_variant_may_have_another() -> None:
     assert mine.add(next(d for d in offered if d is not first)) == 2
 
 
+@pytest.mark.slow
 def test_the_joint_graph_is_kept_as_it_was_before_it_was_partitioned() -> None:
     given: list[tuple[fx.GraphModule, str]] = []
     partition = CompileSession.partition
@@ -574,6 +586,7 @@ def test_copies_share_no_graphs_of_higher_order_ops() -> None:
     assert not any(n.meta for n in middle.graph.nodes)
 
 
+@pytest.mark.slow
 def test_copies_of_a_joint_graph_share_nothing_that_changes() -> None:
     forced = Forced(compiles=False)
     joint = variant_maker_of(forced.first)._source.joint
@@ -583,6 +596,7 @@ def test_copies_of_a_joint_graph_share_nothing_that_changes() -> None:
     assert not any(n.meta.get("recompute") == "changed" for n in joint.graph.nodes)
 
 
+@pytest.mark.slow
 def test_the_settings_of_the_first_compilation_hold_for_variants() -> None:
     """Those that the backend patched, and those that the user has changed since."""
     import torch._functorch.config as functorch_config
@@ -621,6 +635,7 @@ class _Pass(CustomGraphPass):
         return "pass"
 
 
+@pytest.mark.slow
 def test_settings_are_the_users_own_objects() -> None:
     from torch._inductor import config
 
@@ -637,6 +652,7 @@ def test_settings_are_the_users_own_objects() -> None:
     assert seen == [mine] and config.post_grad_custom_post_pass is None
 
 
+@pytest.mark.slow
 def test_a_graph_without_a_recipe_has_a_part(caplog: pytest.LogCaptureFixture) -> None:
     with (
         caplog.at_level(logging.WARNING, "fxoffload"),
@@ -647,6 +663,7 @@ def test_a_graph_without_a_recipe_has_a_part(caplog: pytest.LogCaptureFixture) -
     assert "no variants that compute more again: TypeError: on purpose" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_draft_patches_no_settings_that_are_the_same() -> None:
     """Up to torch 2.11, a patch is seen by all threads; a partitioning reads no other settings of the backend."""
     from torch._inductor import config
@@ -659,6 +676,7 @@ def test_a_draft_patches_no_settings_that_are_the_same() -> None:
         patch.assert_not_called()
 
 
+@pytest.mark.slow
 def test_a_draft_sees_the_settings_that_the_partitioner_reads() -> None:
     import torch._functorch.config as functorch_config
 

@@ -183,6 +183,7 @@ def test_generation_takes_the_same_tokens(config: str, cache: str | None) -> Non
         assert torch.equal(ours.generate(tokens(), attention_mask=mask, **settings), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", quick("window 6"))
 def test_a_prompt_in_pieces_computes_what_the_whole_does(config: str) -> None:
     _, ours = models(CONFIGS[config]())
@@ -205,6 +206,7 @@ def test_chunked_attention_has_its_mask() -> None:
         close(step(input_ids=tokens(), use_cache=False).logits, expected, None)
 
 
+@pytest.mark.slow_except("False-ModernBertConfig")
 @pytest.mark.parametrize("config", [BertConfig, ModernBertConfig])
 @pytest.mark.parametrize("masked", [False, True])
 def test_encoders_see_both_ways(config: Any, masked: bool) -> None:

@@ -165,6 +165,7 @@ print(json.dumps([found.ms, found.reasons]))
 """
 
 
+@pytest.mark.slow
 def test_ranks_that_ask_at_the_same_time_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -46,6 +46,7 @@ def flipped(name: str, dropout: float = 0.0) -> tuple[Flip, Observed]:
     return check_flip(train_step(built.model, lambda: built.loss(module)), min_segments=segments), eager
 
 
+@pytest.mark.slow_except("qwen3", "gpt2")
 @pytest.mark.parametrize("name", MODELS, scope="module")
 def test_gradients_do_not_depend_on_offloading(name: str) -> None:
     flip, eager = flipped(name)  # compares the bits
@@ -54,6 +55,7 @@ def test_gradients_do_not_depend_on_offloading(name: str) -> None:
     assert flip.stats.bytes_reloaded == flip.stats.bytes_offloaded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [slow(n) if n == "t5" else n for n in WITH_DROPOUT])
 def test_dropout_is_that_of_eager_under_the_same_seed(name: str) -> None:
     # inner="aot_eager" forces fallback_random: the masks come from the generator that eager uses.
@@ -63,6 +65,7 @@ def test_dropout_is_that_of_eager_under_the_same_seed(name: str) -> None:
     assert not torch.equal(flip.observed["loss"], without.observed["loss"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n if n in ("qwen3", "t5", "mixtral") else slow(n) for n in MODELS])
 def test_default_windows_on_real_models(name: str) -> None:
     """With reclaiming, and with the last saved values left in place; the other tests here bind both to nothing."""
@@ -121,6 +124,7 @@ def test_cuts_are_balanced(name: str) -> None:
         assert max(everything) <= sum(everything) / 2, everything
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dropout", "few", "many"),
     [
@@ -137,6 +141,7 @@ def test_number_of_compilations_does_not_grow_with_depth(name: str, dropout: flo
     assert _compilations(name, few, dropout=dropout) == _compilations(name, many, dropout=dropout)
 
 
+@pytest.mark.slow
 def test_number_of_compilations_does_not_grow_with_depth_under_flex_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     # The CPU has no compiled backward of flex attention, and torch refuses to trace one; ATen's dense form, which
     # aot_eager runs, exists. The test: each layer's score function and block mask do not defeat the key.

@@ -201,7 +201,7 @@ BATCHES: tuple[Batch, ...] = (
     _of_model("checkpointed", {"least budget": {SHARE: 0.0}}, checkpoints="obey"),
     _of_model("chain", {**_LOOSE, **_CHAIN}),
     _of_model("wide chain", _FEW, is_slow=True),
-    _of_model("chain of two kinds", _LOOSE),
+    _of_model("chain of two kinds", _LOOSE, is_slow=True),
     _of_model("gpt2", _STOCK, is_slow=True),
     Batch(
         "torch.compile(layer) for each layer, and four steps",
@@ -225,6 +225,7 @@ BATCHES: tuple[Batch, ...] = (
             "measured chain, fast: budget": {"activation_budget": 110_000},
         },
         _last(_measured_chain, lambda: adapter.measured(0.005)),
+        is_slow=True,
     ),
     Batch(
         "the same, each reading 0.2 ms later: slower than planned",
@@ -248,6 +249,7 @@ BATCHES: tuple[Batch, ...] = (
         "torch.compile(model), one step, operators (0.02 ms each) and segments (0.05 ms, 20,000 bytes) measured before",
         {"measured before: slowdown": {"max_slowdown": 0.2}},
         _last(partial(_train, lambda: Stack(4), (LENGTH,), per_layer=False), _measured_before),
+        is_slow=True,
     ),
     Batch(
         f"torch.compile(layer, dynamic=True) for each layer, steps of lengths {', '.join(map(str, SIZES))}",
@@ -264,6 +266,7 @@ BATCHES: tuple[Batch, ...] = (
             for length in (LENGTH, 15, 32, 41)
         },
         _of_sizes_of_one_graph,
+        is_slow=True,
     ),
     _of_model("qwen3", _STOCK, is_slow=True),
 )

@@ -291,6 +291,7 @@ def test_gpt2_does_not_collapse() -> None:
     assert_balanced(found.backward.segmentation, 4)
 
 
+@pytest.mark.slow
 def test_gpt2_would_collapse_if_it_were_not_settled() -> None:
     """The reason for ``settle_nodes``: when this fails, the partitioner has stopped to do that."""
     with mock.patch.object(SettleNodes, "__call__", lambda self, gm: 0):

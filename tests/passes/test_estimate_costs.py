@@ -779,6 +779,7 @@ class _Traced(Exception):
     """Raised when the graphs are there: fake tensors cannot run them."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["stack", "causal_lm"])
 def test_estimates_are_near_what_an_h200_took(name: str) -> None:
     pytest.importorskip("transformers")

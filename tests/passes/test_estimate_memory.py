@@ -455,6 +455,7 @@ def compare(module: nn.Module, *inputs: Tensor) -> dict[tuple[str, str], tuple[i
     return {key: (watch.temp_bytes(*key, dying), nbytes) for key, (nbytes, dying) in temp_bytes(captured).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [slow("float32"), "bfloat16"])
 @pytest.mark.parametrize(("name", "pieces"), [("stack", 1), slow("stack", 2), ("causal_lm", 1)])
 def test_estimates_are_what_the_code_of_inductor_takes(name: str, pieces: int, dtype: str) -> None:
@@ -531,6 +532,7 @@ def traced(case: Any, **options: Any) -> tuple[Any, Any, list[Any]]:
     return states["forward"], states["backward"], offload_candidates
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["stack", "causal_lm"])
 def test_predicted_peaks_are_what_an_h200_took(name: str) -> None:
     pytest.importorskip("transformers")
@@ -578,6 +580,7 @@ _MEASURED = {
 }
 
 
+@pytest.mark.slow
 def test_backward_segments_that_recompute_take_what_they_took_on_an_h200() -> None:
     pytest.importorskip("transformers")
     from benchmarks import schema

@@ -222,6 +222,7 @@ def check(found: Step, choose: Choice) -> None:
     assert not {n for n, (label, _) in saved.items() if label in layers and n not in expected}
 
 
+@pytest.mark.slow_except("dropout_stack")
 @pytest.mark.parametrize("name", ["tower", "dropping", "dropout_stack", "layer"])
 def test_every_point_is_what_is_saved_and_changes_no_bit(name: str) -> None:
     before = untouched(name)
@@ -233,6 +234,7 @@ def test_every_point_is_what_is_saved_and_changes_no_bit(name: str) -> None:
         assert_equal(found.observed, before.observed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3", slow("llama")])
 @pytest.mark.parametrize("place", [0.0, 0.4, 1.0])
 def test_points_of_decoders_are_what_is_saved_and_change_no_bit(name: str, place: float) -> None:
@@ -244,6 +246,7 @@ def test_points_of_decoders_are_what_is_saved_and_change_no_bit(name: str, place
     assert_equal(found.observed, untouched(name).observed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tower", "qwen3"])
 def test_layers_may_have_different_points(name: str) -> None:
     def choose(c: LayerClass, label: str) -> RecomputePoint:
@@ -300,6 +303,7 @@ def checkpointed(policy: Callable[..., CheckpointPolicy]) -> nn.Module:
     return Tower(3, make=Checkpointed)
 
 
+@pytest.mark.slow
 def test_a_users_policy_is_obeyed() -> None:
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if op is aten.addmm.default else CheckpointPolicy.PREFER_RECOMPUTE
@@ -405,6 +409,7 @@ def every_choice(gm: fx.GraphModule, problem: find_frontier._Problem, joint: Joi
     return found
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(random_layers(), st.floats(-9, 0))
 def test_a_cut_is_the_best_of_all_choices(gm: fx.GraphModule, exponent: float) -> None:
@@ -513,6 +518,7 @@ def test_an_unknown_layer_lists_the_known() -> None:
         TagRecompute({"layers.9": point})(found.captured.joint)
 
 
+@pytest.mark.slow
 def test_a_large_joint_graph_takes_little_time() -> None:
     """80 layers, 50,000 nodes. What looks at all nodes again for each takes minutes; a slow machine took 5.1 s of the
     first limit."""

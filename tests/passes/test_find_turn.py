@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -57,6 +58,7 @@ def test_a_graph_without_layers_has_no_turn() -> None:
     assert FindTurn(state.segmentation, state.saved.candidates)(state.gm) == Turn()
 
 
+@pytest.mark.slow
 def test_of_a_long_head_about_one_segments_bytes_stay() -> None:
     class LongHead(nn.Module):
         def __init__(self) -> None:

@@ -106,6 +106,7 @@ def optimizer_only(manager: PhaseManager) -> None:
     manager.onload("optimizer", wait=False)
 
 
+@pytest.mark.slow_except("of_step-through_a_rollout", "of_the_class-optimizer_only", "of_a_loop-optimizer_only")
 @pytest.mark.parametrize("back", [through_a_rollout, optimizer_only])
 @pytest.mark.parametrize("how", [of_step, of_a_function, of_the_class, of_a_loop, of_a_loss])
 def test_steps_are_the_same_and_compiled_once(how: Any, back: Callable[..., Any]) -> None:

@@ -57,6 +57,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Ended]:
     return launch(tmp_path_factory.mktemp("extra"), 2, ["away.extra_module"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["fsdp2", "fsdp1"])
 def test_sharded_modules(ranks: list[Ended], model: str) -> None:
     for rank in ranks:

@@ -188,11 +188,13 @@ def every_seventh(found: list[Place]) -> list[Place]:
     return firsts[len(firsts) % 7 :: 7]
 
 
+@pytest.mark.slow_except("offload", "onload behind", "stream")
 @pytest.mark.parametrize("name", WORK)
 def test_every_byte_comes_back(name: str, printed: list[str]) -> None:
     try_each_on(Scene(), name, printed, every_seventh)
 
 
+@pytest.mark.slow_except("late")
 @pytest.mark.parametrize("device", ["late", "delayed"])
 def test_every_byte_comes_back_from_a_device_with_streams(device: str, printed: list[str]) -> None:
     try_each_on(Scene(DEVICES[device]()), "onload behind", printed, every_seventh)

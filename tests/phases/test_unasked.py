@@ -21,6 +21,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     return lambda case: [rank.found(f"unasked.{case}") for rank in ended]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapped", ["before", "after", "around"])
 def test_ddp_around_a_model_that_was_given_without_it(ranks: Ranks, wrapped: str) -> None:
     """Its broadcast of buffers waits for them, and refuses to read missing memory, which would end the process."""

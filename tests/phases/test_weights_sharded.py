@@ -81,6 +81,7 @@ def check(ranks: Ranks, case: str) -> None:
     assert len({json.dumps(found["names"]) for found in of_case(ranks, case)}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in TWO if case != "early_close"])
 def test_two_ranks(two: Ranks, case: str) -> None:
     check(two, case)
@@ -105,6 +106,7 @@ def test_one_collective_for_each_bucket(two: Ranks, case: str) -> None:
             assert collectives == lanes <= buckets
 
 
+@pytest.mark.slow
 def test_a_collective_for_each_mesh_dimension(four: Ranks) -> None:
     # Norms and embeddings are cut by FSDP2 alone, the linear layers by FSDP2 and along the mesh of tensor parallelism.
     for found in of_case(four, "fsdp2_on_tensor_parallel"):

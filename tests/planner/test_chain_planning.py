@@ -266,6 +266,7 @@ def check_bytes(run: Run, simulation: Simulation) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["stack", "two graphs", "shared"])
 @pytest.mark.parametrize("share", [0.5, slow(1.0)])
 @pytest.mark.usefixtures("heavy")
@@ -294,6 +295,7 @@ def test_every_byte_whatever_is_decided(name: str, share: float) -> None:
     assert reclaimed > 0
 
 
+@pytest.mark.slow_except("whole-two graphs", "cut-dropout")
 @pytest.mark.parametrize("name", [slow(n) if n == "shared" else n for n in MODELS])
 @pytest.mark.usefixtures("heavy")
 def test_every_byte(name: str) -> None:
@@ -317,6 +319,7 @@ def test_every_byte(name: str) -> None:
     assert {"keep", "offload"} <= actions
 
 
+@pytest.mark.slow_except("whole-stack-0.9")
 @pytest.mark.parametrize(
     ("name", "factor"), [("stack", 0.9), ("two graphs", 1.5), slow("collecting", 0.9), slow("shared", 1.5)]
 )
@@ -456,6 +459,7 @@ def test_layers_of_one_graph_that_move_nothing_are_planned() -> None:
     assert "4 calls of 1 graph" in plan.summary
 
 
+@pytest.mark.slow_except("collecting", "shared")
 @pytest.mark.parametrize("name", MODELS)
 def test_the_first_steps_take_the_least_that_offloading_does(name: str) -> None:
     """Under a budget; without one only in the second step, in which the allocator is read."""
@@ -492,6 +496,7 @@ def moved_by(run: Run) -> int:
     return fxoffload.stats().bytes_offloaded
 
 
+@pytest.mark.slow
 def test_where_no_sizes_vary_all_of_the_budget_is_for_the_plan() -> None:
     recorded(MODELS["stack"], steps=3, activation_budget=in_between())
     (first,) = new_plans()
@@ -521,6 +526,7 @@ def test_the_third_step_follows_the_plan_and_nothing_is_compiled() -> None:
     assert fxoffload.Plan.from_json(plan.to_json()).predicted == plan.predicted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_background", [False, True])
 def test_a_step_may_be_profiled_before_training(in_background: bool) -> None:
     """Three steps: two are recorded, the third follows the plan. The next one does too, with the numbers of any."""
@@ -560,6 +566,7 @@ def test_the_plan_goes_with_its_graphs() -> None:
     assert {g.index for g in fxoffload.graphs()} <= before
 
 
+@pytest.mark.slow_except("True-disable1-False")
 @pytest.mark.parametrize(
     ("sharded", "disable", "paces"), [(True, (), True), (True, ("pacing",), False), (False, (), False)]
 )
@@ -668,6 +675,7 @@ def test_other_policies_are_not_planned() -> None:
     assert not new_plans()
 
 
+@pytest.mark.slow
 def test_a_policy_for_a_while() -> None:
     """It outweighs the plan, which is followed again afterwards."""
     run = recorded(MODELS["stack"], activation_budget=in_between())
@@ -909,6 +917,7 @@ class Branches(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_two_chains_with_the_same_layers_are_planned_one_after_the_other() -> None:
     """A graph has few variants: what the first plan takes, the second one has to know of."""
     model = Branches()
@@ -942,6 +951,7 @@ def test_two_chains_with_the_same_layers_are_planned_one_after_the_other() -> No
     assert len(new_plans()) == 2
 
 
+@pytest.mark.slow
 def test_a_graph_that_is_kept() -> None:
     """``retain_graph``: the second backward of the same step finds its values, and gets the same bits."""
 
@@ -959,6 +969,7 @@ def test_a_graph_that_is_kept() -> None:
     assert moved_by(run) == planned
 
 
+@pytest.mark.slow
 def test_hooks_on_saved_tensors() -> None:
     def hooked(on: Run) -> Any:
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):

@@ -207,6 +207,7 @@ def test_afterwards_nothing_is_measured() -> None:
 # -- plans made again --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tick_ms", "moves"), [(2e-4, False), (5e-3, True)])
 def test_times_that_make_the_plan_too_slow(tick_ms: float, moves: bool) -> None:
     """Segments are thousands of times faster than predicted: copies that they hid are exposed. From the next step on
@@ -237,6 +238,7 @@ def test_times_that_make_the_plan_too_slow(tick_ms: float, moves: bool) -> None:
     assert moved_by(run) == plan.calibrated.bytes_offloaded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["some", "nothing"])
 @pytest.mark.parametrize("is_there", [True, False])
 def test_a_step_that_takes_far_longer_than_was_thought(first: str, is_there: bool) -> None:
@@ -281,6 +283,7 @@ def test_a_step_that_takes_far_longer_than_was_thought(first: str, is_there: boo
     assert plan.calibrated.step_ms <= 1.02 * plan.calibrated_baseline.step_ms
 
 
+@pytest.mark.slow
 def test_no_more_than_the_host_has_room_for() -> None:
     plain, budget = kept(), 27 * mmap.PAGESIZE
     with measured(1.0):
@@ -292,6 +295,7 @@ def test_no_more_than_the_host_has_room_for() -> None:
         assert_equal(run.step(), plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("thought", [1.0, 200.0])
 def test_what_is_computed_again_is_chosen_again_with_measured_times(thought: float) -> None:
     """Steps that take longer than predicted hide more copies: as many as the host has room for."""
@@ -332,6 +336,7 @@ def first_plan(pick: Callable[[int, list[Any]], Any], budget: int = 1 << 30, *, 
     return mock.patch.object(chain_planning.ChainPlanning, "run", decide)
 
 
+@pytest.mark.slow
 def test_every_call_goes_on_running_its_variant() -> None:
     """Random decisions and variants; with measured times all of it is kept. Nothing is compiled for it."""
     generator = random.Random(7)
@@ -448,6 +453,7 @@ def test_calls_compute_more_again_where_copies_are_slow() -> None:
     assert time.planning[0]() is None, "what was planned from is let go"
 
 
+@pytest.mark.slow
 def test_what_took_longer_than_before_is_taken_back() -> None:
     """Steps of the new choice take three times as long as those before."""
     plain = kept()
@@ -476,6 +482,7 @@ def test_what_took_longer_than_before_is_taken_back() -> None:
     assert plan.summary.endswith("2 of 5 calls computing more again")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exceeded", [False, True])
 def test_calls_compute_more_again_where_working_sets_exceed_the_budget(exceeded: bool) -> None:
     """Nothing can move. Two calls run a variant, which fits by the estimated working sets of the backwards. To meet the
@@ -541,6 +548,7 @@ def test_what_was_measured_decides_which_calls_are_paced(
     assert (seen[1], seen[-1]) == (first, then) and set(seen) <= {first, then}
 
 
+@pytest.mark.slow
 def test_calls_that_need_not_compute_again_do_not() -> None:
     """Everything fits: calls 1 and 3, whose backwards take three times as long, recompute only because the first plan
     was made to."""
@@ -560,6 +568,7 @@ def test_calls_that_need_not_compute_again_do_not() -> None:
     assert len(time.clocks) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_there", [True, False])
 def test_other_variants_need_room_on_the_host(is_there: bool) -> None:
     """Measured steps would hide more copies than memory is pinned for."""
@@ -581,6 +590,7 @@ def test_other_variants_need_room_on_the_host(is_there: bool) -> None:
     assert all(ran[0]) and all(ran[-1]) is not is_there
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("gain", "changes"), [(0.001, False), (0.005, True)])
 def test_what_is_hardly_better_is_left_alone(gain: float, changes: bool) -> None:
     """Half a hundredth of the step is enough: what turns out worse is taken back."""
@@ -638,6 +648,7 @@ def test_a_chain_that_goes_while_it_is_planned_again_is_let_go() -> None:
         assert len([c for c in time.clocks if c._counted]) == 1
 
 
+@pytest.mark.slow_except("40960")
 @pytest.mark.parametrize("extra", [40 << 10, 1 << 20])
 def test_working_sets_that_exceed_the_budget(extra: int) -> None:
     """More is moved, beyond the pinned memory; where that does not help there is a warning."""
@@ -790,6 +801,7 @@ ODD = (
 )
 
 
+@pytest.mark.slow_except("_hooked", "_raises_in_forward", "_everything_kept")
 @pytest.mark.parametrize("odd", ODD)
 def test_steps_that_are_not_the_chain_are_not_measured(odd: Callable[[Run], None]) -> None:
     """Their time is in no reading; steps before and after them count."""
@@ -816,6 +828,7 @@ def test_steps_that_are_not_the_chain_are_not_measured(odd: Callable[[Run], None
         assert max(ms for both in samples for s in both for ms in s.segment_ms.values()) == 1.0
 
 
+@pytest.mark.slow
 def test_a_chain_that_is_forgotten_is_not_measured_any_more() -> None:
     plain = test_chain_planning.Run(
         test_chain_planning.per_layer(test_chain_planning.Paths(), policy="keep_all"),
@@ -840,6 +853,7 @@ def test_a_chain_that_is_forgotten_is_not_measured_any_more() -> None:
         assert len(time.followers) == 1, "the other chain is planned, and measured"
 
 
+@pytest.mark.slow
 def test_it_goes_with_its_graphs() -> None:
     others = set(fxoffload.graphs())
     with measured() as time:
@@ -876,6 +890,7 @@ def test_it_lets_go_where_one_of_its_graphs_is_gone() -> None:
     assert held() is None
 
 
+@pytest.mark.slow_except("time")
 @pytest.mark.parametrize("where", ["time", "readings", "plan"])
 def test_a_failure_is_one_warning(where: str) -> None:
     """The first plan stays."""

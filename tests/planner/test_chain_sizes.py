@@ -102,6 +102,7 @@ def planned_lengths() -> list[str]:
     return [p.label.partition("sizes ")[2] for p in new_plans()]
 
 
+@pytest.mark.slow_except("dropout")
 @pytest.mark.parametrize("name", ["dropout", "collecting", slow("two graphs"), slow("shared")])
 def test_each_length_does_what_its_size_needs(name: str) -> None:
     """Short batches move nothing, long ones only as much as needed. Where the length is one of the grid, bytes on the
@@ -143,6 +144,7 @@ def test_each_length_does_what_its_size_needs(name: str) -> None:
     assert {**compile_counts(), "segments": 0} == {**counts, "segments": 0}
 
 
+@pytest.mark.slow
 def test_without_a_budget_each_length_has_the_least_peak_within_a_slowdown() -> None:
     run = varying(lambda: Stack(8), disable=("tape_recompute",))
     plain = Plain(varying(lambda: Stack(8), policy="keep_all"))
@@ -153,6 +155,7 @@ def test_without_a_budget_each_length_has_the_least_peak_within_a_slowdown() -> 
     assert all(p.predicted_step_ms <= p.baseline_step_ms * 1.02 for p in found)
 
 
+@pytest.mark.slow
 def test_the_second_length_makes_sizes_dynamic() -> None:
     """As Dynamo does it by itself: graphs for the first length, then others for all of them."""
     budget = in_between()
@@ -167,6 +170,7 @@ def test_the_second_length_makes_sizes_dynamic() -> None:
     assert set(planned_lengths()) == {"", "48", "32", "15", "64"}
 
 
+@pytest.mark.slow
 def test_the_host_s_memory_does_not_grow_after_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:
     engine_for(CPU).release_host_memory()
     monkeypatch.setattr(host_arena, "_PAGE", 1 << 12)
@@ -186,6 +190,7 @@ def test_the_host_s_memory_does_not_grow_after_the_longest(monkeypatch: pytest.M
     assert after.bytes_offloaded > before.bytes_offloaded
 
 
+@pytest.mark.slow
 def test_only_so_many_plans_are_kept_and_the_largest_among_them() -> None:
     run = varying(activation_budget="1GiB")
     lengths = (100, 100, *range(3, 30))
@@ -198,6 +203,7 @@ def test_only_so_many_plans_are_kept_and_the_largest_among_them() -> None:
         assert moved_by(at(run, 99)) == moved_by(at(run, 3)) == 0
 
 
+@pytest.mark.slow
 def test_a_length_that_gets_no_plan_follows_one_for_more_or_takes_the_least() -> None:
     def lengths(count: int) -> tuple[list[bool], list[int]]:
         moved, under_way = [], []
@@ -220,6 +226,7 @@ def test_a_length_that_gets_no_plan_follows_one_for_more_or_takes_the_least() ->
     assert under_way[0] == under_way[1] == under_way[3] * LONG // 64
 
 
+@pytest.mark.slow
 def test_while_a_plan_is_made_a_larger_one_is_followed() -> None:
     """On a thread of its own, as on a GPU: one at a time, and nothing waits for it."""
     may_plan = threading.Semaphore(0)
@@ -255,6 +262,7 @@ def test_while_a_plan_is_made_a_larger_one_is_followed() -> None:
         assert planned_lengths()[2:] == ["2, 32"]
 
 
+@pytest.mark.slow
 def test_microbatches_of_different_lengths() -> None:
     """The second one is as long as the first until it is not: its plan is made for the longest that came by."""
     run, plain = varying(activation_budget="1GiB"), varying(policy="keep_all")
@@ -274,6 +282,7 @@ def test_microbatches_of_different_lengths() -> None:
     assert moved == [True, True, False, False, True, False, True, False, True, False]
 
 
+@pytest.mark.slow
 def test_another_path_is_recorded_and_planned_for_all_lengths() -> None:
     run, plain = (
         varying(test_chain_planning.Paths, activation_budget="1GiB"),
@@ -298,6 +307,7 @@ def test_another_path_is_recorded_and_planned_for_all_lengths() -> None:
     assert moved[-1] is False
 
 
+@pytest.mark.slow
 def test_a_budget_that_nothing_fits_into_warns_once() -> None:
     run = varying(activation_budget=1)
     with pytest.warns(UserWarning, match="expected an activation_budget of at least") as caught:
@@ -309,6 +319,7 @@ def test_a_budget_that_nothing_fits_into_warns_once() -> None:
     assert all(p.predicted_peak_bytes < p.baseline_peak_bytes for p in new_plans())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 def test_fully_sharded_layers() -> None:

@@ -130,6 +130,7 @@ def test_variants_serve_every_length_with_the_same_bits() -> None:
     assert compile_counts() == counts, "a length compiled something"
 
 
+@pytest.mark.slow
 def test_inductor_s_variants_serve_every_length() -> None:
     """Kernels of another recompute choice may round otherwise; with the same choice, what moves changes no bit."""
     limit = budget()
@@ -149,6 +150,7 @@ def test_inductor_s_variants_serve_every_length() -> None:
             assert_equal(at(run, length).step(), found)
 
 
+@pytest.mark.slow
 def test_what_is_on_the_device_is_what_was_simulated_for_each_length() -> None:
     """With variants that were partitioned for another length."""
     limit = budget()
@@ -169,6 +171,7 @@ def test_what_is_on_the_device_is_what_was_simulated_for_each_length() -> None:
         assert (simulation.peak_bytes <= limit) is (length != LONGER)
 
 
+@pytest.mark.slow
 def test_a_plan_of_another_length_is_made_ready_too() -> None:
     """The length that wanted the variants does not come again; the next step compiles them all the same."""
     run, plain = varying(activation_budget=budget()), varying(policy="keep_all")
@@ -178,6 +181,7 @@ def test_a_plan_of_another_length_is_made_ready_too() -> None:
     assert moved == [plan_of(LONG).predicted.bytes_offloaded]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 def test_fully_sharded_layers() -> None:
@@ -214,6 +218,7 @@ def test_a_new_assumption_about_sizes_is_an_error_and_leaves_nothing_behind() ->
         pass
 
 
+@pytest.mark.slow
 def test_a_variant_that_would_hold_for_some_sizes_only_is_not_compiled() -> None:
     """Steps go on with the graphs as they are compiled, whatever the lengths are."""
     compile_segment = SegmentCompiler.compile
@@ -235,6 +240,7 @@ def test_a_variant_that_would_hold_for_some_sizes_only_is_not_compiled() -> None
     assert "its variants could not be compiled" in plan_of(LONG).summary
 
 
+@pytest.mark.slow
 def test_inductor_s_cache_is_not_asked_for_them() -> None:
     """What another graph left there may assume more of sizes, and be taken where that holds for the hints."""
     cached: list[bool] = []
@@ -251,6 +257,7 @@ def test_inductor_s_cache_is_not_asked_for_them() -> None:
     assert cached and not any(cached)
 
 
+@pytest.mark.slow
 def test_a_choice_is_drafted_once_for_all_lengths() -> None:
     variants: list[object] = []
     make_partitioning = variant_maker.make_partitioning
@@ -267,6 +274,7 @@ def test_a_choice_is_drafted_once_for_all_lengths() -> None:
     assert count == len(variants) > 0
 
 
+@pytest.mark.slow
 def test_no_length_ever_has_more_variants_than_a_graph_may_have() -> None:
     found: list[int] = []
     add = VariantMaker.add
@@ -282,6 +290,7 @@ def test_no_length_ever_has_more_variants_than_a_graph_may_have() -> None:
     assert num_variants() <= MOST_VARIANTS
 
 
+@pytest.mark.slow
 def test_plans_made_behind_running_steps() -> None:
     """On a thread of their own, as on a GPU."""
 
@@ -302,6 +311,7 @@ def test_plans_made_behind_running_steps() -> None:
     assert num_variants() > 0
 
 
+@pytest.mark.slow
 def test_switched_off() -> None:
     run = varying(activation_budget=budget(), disable=("tape_recompute",))
     plain = varying(policy="keep_all")
@@ -309,6 +319,7 @@ def test_switched_off() -> None:
     assert num_variants() == 0 and again(plan_of(LONG)) == 0
 
 
+@pytest.mark.slow
 def test_a_layer_that_drops_at_random() -> None:
     """The random numbers of a recomputation are those of the forward, at every length."""
     make = lambda: Stack(DEPTH, WIDTH, dropout=0.3)  # noqa: E731

@@ -75,6 +75,7 @@ def plain_of(name: str) -> dict[str, Tensor]:
     return recorded(MODELS[name], policy="keep_all").steps(1)[0]
 
 
+@pytest.mark.slow_except("stack")
 @pytest.mark.parametrize("name", ["stack", slow("dropout"), "two graphs", slow("collecting"), slow("shared")])
 def test_what_only_the_first_steps_needed_goes_and_no_bit_changes(name: str, engine: CopyEngine) -> None:
     budget = in_between(name)
@@ -112,6 +113,7 @@ def hungry(run: Run) -> None:
         waiting.pop().backward()
 
 
+@pytest.mark.slow
 def test_steps_that_keep_what_the_plan_offloads_do_not_count(engine: CopyEngine) -> None:
     """They need no host memory, and the plan does."""
     run = recorded(MODELS["stack"], activation_budget=in_between())
@@ -129,6 +131,7 @@ def test_steps_that_keep_what_the_plan_offloads_do_not_count(engine: CopyEngine)
     assert reserved() - PAGE < engine.arena.highest_bytes <= reserved()
 
 
+@pytest.mark.slow
 def test_what_a_step_needs_that_is_not_the_plan_s_does_not_count(engine: CopyEngine) -> None:
     """Steps are counted anew after it."""
     run = recorded(MODELS["stack"], activation_budget=in_between())
@@ -145,6 +148,7 @@ def test_what_a_step_needs_that_is_not_the_plan_s_does_not_count(engine: CopyEng
     assert reserved() - 2 * PAGE < engine.arena.highest_bytes <= reserved()
 
 
+@pytest.mark.slow
 def test_later_growth_stays() -> None:
     run = recorded(MODELS["stack"], activation_budget=in_between())
     run.steps(UNTIL_TRIM + 1)
@@ -157,6 +161,7 @@ def test_later_growth_stays() -> None:
     assert (reserved(), trimmed()) == (grown, given)
 
 
+@pytest.mark.slow
 def test_evaluations_and_accumulation_do_not_put_it_off() -> None:
     """A forward without a backward between any two steps; gradients add up over all of them."""
     run = recorded(MODELS["stack"], activation_budget=in_between())
@@ -169,6 +174,7 @@ def test_evaluations_and_accumulation_do_not_put_it_off() -> None:
     assert 0 < trimmed() == before - reserved()
 
 
+@pytest.mark.slow
 def test_an_exception_puts_it_off() -> None:
     """Steps are counted anew after it, and run as before."""
     failing = False
@@ -195,6 +201,7 @@ def test_an_exception_puts_it_off() -> None:
     assert trimmed() > 0
 
 
+@pytest.mark.slow
 def test_not_before_all_is_measured() -> None:
     """It is planned again and measured once more first."""
     budget = in_between()
@@ -215,6 +222,7 @@ def test_not_before_all_is_measured() -> None:
         assert trimmed() > 0
 
 
+@pytest.mark.slow
 def test_a_plan_is_not_settled_while_it_is_made_again() -> None:
     """Neither the first clock nor the second one is there meanwhile."""
     with measured() as time:
@@ -237,6 +245,7 @@ def test_a_plan_is_not_settled_while_it_is_made_again() -> None:
         assert observer.is_settled
 
 
+@pytest.mark.slow
 def test_where_sizes_vary_nothing_goes() -> None:
     run = varying(activation_budget=in_between())
     for _ in range(RECORDED):
@@ -252,6 +261,7 @@ def test_where_sizes_vary_nothing_goes() -> None:
     assert moved_by(at(run, LONG)) > 0
 
 
+@pytest.mark.slow
 def test_nor_beside_another_model_whose_sizes_vary() -> None:
     budget = in_between()
     torch.compiler.reset()
@@ -267,6 +277,7 @@ def test_nor_beside_another_model_whose_sizes_vary() -> None:
     gc.collect()
 
 
+@pytest.mark.slow
 def test_a_model_that_is_one_graph_keeps_what_was_pinned_for_it(engine: CopyEngine) -> None:
     critic = Stack(6, block=CriticBlock)
     compiled = torch.compile(critic, backend="fxoffload", options=rehearsal_options(policy="offload_all"))
@@ -289,6 +300,7 @@ def test_a_model_that_is_one_graph_keeps_what_was_pinned_for_it(engine: CopyEngi
     assert fxoffload.stats().num_host_growths == growths
 
 
+@pytest.mark.slow
 def test_what_the_user_reserved_stays(engine: CopyEngine) -> None:
     fxoffload.reserve_host_memory(100 * PAGE, CPU)
     while engine.arena.is_growing:
@@ -310,6 +322,7 @@ class CriticBlock(Block):
         return x + self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))
 
 
+@pytest.mark.slow
 def test_two_models(engine: CopyEngine) -> None:
     """An actor and a critic take turns: each is trimmed for once, after which neither makes it grow."""
     budget = in_between()

@@ -111,6 +111,7 @@ def check_in_place(plan: Plan | None) -> Plan:
 # -- one graph ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_warning")
 def test_a_graph_takes_checkpointings_memory_in_less_time(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "fxoffload.compiler")
@@ -138,6 +139,7 @@ def test_a_graph_takes_checkpointings_memory_in_less_time(caplog: pytest.LogCapt
     assert plan.checkpointing == obeyed.baseline
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_warning")
 def test_what_is_asked_for_outweighs_checkpointing() -> None:
     _, by_default = run(stack())
@@ -208,6 +210,7 @@ def test_a_policy_of_the_users_is_an_order() -> None:
     assert wide not in saved["layers.1"] | saved["layers.3"]
 
 
+@pytest.mark.slow
 def test_a_plan_ahead() -> None:
     found = fxoffload.plan(stack(), {"x": batch(length=TOKENS, width=WIDTH)}, inner="aot_eager", min_bytes=1)
     check_in_place(found)
@@ -236,6 +239,7 @@ def test_sizes_that_vary() -> None:
 # -- a step over several graphs ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_warning")
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
 def test_layers_compiled_on_their_own(dropout: float, caplog: pytest.LogCaptureFixture) -> None:
@@ -287,6 +291,7 @@ def test_one_layer_leaves_nothing_to_choose(caplog: pytest.LogCaptureFixture) ->
     assert "activation checkpointing of a graph of one layer is obeyed until its step is planned" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_warning")
 def test_graphs_with_plans_of_their_own_are_planned_together() -> None:
     """Each would fill checkpointing's peak of its own while the others wait."""

@@ -445,6 +445,7 @@ class Recorded(Rehearsed):
         return max(self.levels[first.num_allocations - 1 : last.num_allocations])
 
 
+@pytest.mark.slow_except("True-nothing else")
 @pytest.mark.parametrize("extra_memory", [0, 1], ids=["nothing else", "gathered parameters"])
 @pytest.mark.parametrize("at_turn", [False, True])
 def test_the_first_plan_knows_what_is_allocated_between_calls(at_turn: bool, extra_memory: int) -> None:
@@ -470,6 +471,7 @@ def test_the_first_plan_knows_what_is_allocated_between_calls(at_turn: bool, ext
     assert plan.baseline.peak_bytes > budget
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at_turn", [False, True])
 def test_what_was_known_before_counts_where_measured_steps_do_not_tell(at_turn: bool) -> None:
     """As where the record is taken meanwhile."""
@@ -526,6 +528,7 @@ def test_a_record_ends_with_a_step_that_is_no_chain(how: str, next_ones: Sequenc
     assert found.ended == 1 and the_plan().calibrated is None
 
 
+@pytest.mark.slow
 def test_without_a_budget_there_is_one_record_too() -> None:
     """A gain is stated for the step."""
     found = Recorded(1000, at_turn=True)

@@ -90,6 +90,7 @@ def budget() -> int:
     return (found.value.smallest_bytes + most) // 2
 
 
+@pytest.mark.slow_except("2048")
 @pytest.mark.parametrize("left", [0, 2 * KIB])
 def test_a_loss_in_eager_that_the_plan_does_not_know(budget: int, left: int) -> None:
     """Its bytes are left free from the next step on, and the plan says so. No bit of a gradient changes. When it needs
@@ -138,6 +139,7 @@ def test_where_nothing_can_meet_it_one_warning_says_what_would(budget: int) -> N
     assert run.peaks[-1] <= run.plan.calibrated.peak_bytes
 
 
+@pytest.mark.slow
 def test_while_the_policy_is_overridden_no_step_is_judged(budget: int) -> None:
     run = Run(activation_budget=budget)
     with held(run):
@@ -150,6 +152,7 @@ def test_while_the_policy_is_overridden_no_step_is_judged(budget: int) -> None:
     assert run.plan.calibrated is None
 
 
+@pytest.mark.slow
 def test_a_graph_that_was_left_to_inductor_is_told_of_once(budget: int) -> None:
     """It was predicted to fit. The budget that the message names has it planned, and is met."""
     run = Run(activation_budget="1GiB")
@@ -184,6 +187,7 @@ def test_a_graph_of_inductor_that_fits_is_not_told_of(budget: int) -> None:
             run.step()
 
 
+@pytest.mark.slow
 def test_what_was_pinned_for_a_calibrated_plan_does_not_bound_its_correction(budget: int) -> None:
     run = Run(activation_budget=budget)
     with held(run), warnings.catch_warnings():
@@ -199,6 +203,7 @@ def test_what_was_pinned_for_a_calibrated_plan_does_not_bound_its_correction(bud
     assert run.peaks[1] > budget >= max(run.peaks[3:])
 
 
+@pytest.mark.slow
 def test_a_budget_that_is_missed_on_paper_is_tried_where_the_device_tells(
     budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,6 +63,7 @@ def plans_with_variants(seed: str, *, some: bool = True) -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow_except("stack")
 @pytest.mark.parametrize("name", ["stack", "two graphs", "collecting", "shared"])
 def test_calls_run_the_variants_of_the_plan_and_move_nothing(name: str) -> None:
     plain = recorded(MODELS[name], policy="keep_all").steps(1)[0]
@@ -82,6 +83,7 @@ def test_calls_run_the_variants_of_the_plan_and_move_nothing(name: str) -> None:
     assert before[0] == kept[0] != []
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled_for_it() -> None:
     """Until a step has followed the plan, calls run as they were compiled."""
     with plans_with_variants("stack"):
@@ -95,6 +97,7 @@ def test_nothing_is_compiled_for_it() -> None:
     assert found[2] == found[3] != []
 
 
+@pytest.mark.slow
 def test_first_steps_keep_everything_too() -> None:
     """Under a budget they would offload all that they may."""
     run = recorded(MODELS["stack"], steps=1, activation_budget="1GiB")
@@ -136,6 +139,7 @@ def _validates(run: Run) -> None:
     run.model(run.x)  # dropped
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("odd", [_leaves_early, _two_microbatches, _validates])
 def test_whatever_is_looked_at_the_plan_stays(odd: Callable[[Run], None]) -> None:
     with plans_with_variants("", some=False):
@@ -168,6 +172,7 @@ def test_a_reference_may_be_held_while_a_step_follows_the_plan() -> None:
     assert all(p.grad is not None for p in run.model.parameters())
 
 
+@pytest.mark.slow
 def test_no_try_to_measure_is_spent() -> None:
     with measured(1.0, count=3):
         run = recorded(MODELS["stack"], activation_budget="1GiB", steps=3)
@@ -177,6 +182,7 @@ def test_no_try_to_measure_is_spent() -> None:
         assert the_plan().calibrated is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("told", ["decisions", "policy"])
 def test_graphs_that_were_told_something_of_their_own_run_as_compiled(told: str) -> None:
     alive = set(fxoffload.graphs())

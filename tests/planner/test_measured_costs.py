@@ -91,6 +91,7 @@ def step(model: nn.Module, **options: Any) -> fxoffload.Plan:
 # -- operators ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_operators_are_timed_once_and_then_found(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[float | None] = []
     op_ms = ProfileRates.op_ms
@@ -138,6 +139,7 @@ def _codes() -> list[Any]:
     return [call.fn for call in calls]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "reason"),
     [(torch.OutOfMemoryError("full"), measuring.OUT_OF_MEMORY), (NotImplementedError("no kernel"), measuring.FAILED)],
@@ -162,6 +164,7 @@ def test_what_cannot_be_measured_is_estimated_counted_and_said_once(
     assert len(said) == 1 and reason in said[0]
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_estimated(measure_with: Callable[[Meter], None]) -> None:
     meter = Told(room=KIB)
     measure_with(meter)
@@ -170,6 +173,7 @@ def test_what_does_not_fit_is_estimated(measure_with: Callable[[Meter], None]) -
     assert fxoffload.stats().costs_estimated.keys() == {measuring.NO_ROOM}
 
 
+@pytest.mark.slow
 def test_there_is_an_end_to_it(measure_with: Callable[[Meter], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """The second operator leaves half of it to segments, of which there is time for one."""
     now = [0.0]
@@ -206,6 +210,7 @@ def test_what_the_first_step_would_do_too_is_not_counted() -> None:
     assert fxoffload.stats().measuring_ms == 1000
 
 
+@pytest.mark.slow
 def test_graphs_of_one_step_share_its_allowance() -> None:
     first = measuring.allowance_of_step()
     assert measuring.allowance_of_step() is not first
@@ -235,6 +240,7 @@ def test_segments_run_before_the_first_step(measure_with: Callable[[Meter], None
     assert "ran on this device before the first step" in str(plan)
 
 
+@pytest.mark.slow
 def test_each_call_is_timed_at_its_place_in_the_step(measure_with: Callable[[Meter], None]) -> None:
     """Calls of one code take the time measured there."""
 
@@ -264,6 +270,7 @@ def test_calls_are_left_out_evenly_where_time_is_short(limit_ms: float, count: i
         assert all(abs(ms - places[name]) <= 8 // count for name, ms in found.items())
 
 
+@pytest.mark.slow
 def test_segments_that_do_not_fit_together_are_timed_alone(measure_with: Callable[[Meter], None]) -> None:
     class Small(Told):
         def each_ms(self, works: Sequence[Work]) -> list[float]:
@@ -277,6 +284,7 @@ def test_segments_that_do_not_fit_together_are_timed_alone(measure_with: Callabl
     assert meter.runs.count("once") == 4 * stats.num_segments_measured + stats.num_ops_measured
 
 
+@pytest.mark.slow
 def test_peaks_other_than_the_draft_said(measure_with: Callable[[Meter], None]) -> None:
     """The first step already follows a schedule that meets the budget with them."""
     budget = middle(recompute="default")
@@ -334,6 +342,7 @@ def test_a_budget_that_the_least_plan_exceeds_when_it_was_compiled_and_ran_is_re
     assert plan.basis == "segments" and plan.predicted.peak_bytes <= asked
 
 
+@pytest.mark.slow
 def test_steps_are_measured_afterwards_all_the_same(measure_with: Callable[[Meter], None]) -> None:
     measure_with(Told(segment_ms=3.0))
     model = tower()
@@ -352,6 +361,7 @@ def test_steps_are_measured_afterwards_all_the_same(measure_with: Callable[[Mete
     assert SegmentClock is not None
 
 
+@pytest.mark.slow
 def test_a_mistake_leaves_the_plan_as_it_is(
     measure_with: Callable[[Meter], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -378,6 +388,7 @@ class Counting(nn.Module):
         return self.dropout(self.norm(self.block(x)))[self.places]
 
 
+@pytest.mark.slow_except("aot_eager")
 @pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
 def test_a_step_has_the_bits_that_it_has_without(monkeypatch: pytest.MonkeyPatch, inner: str) -> None:
     observed = []
@@ -423,6 +434,7 @@ def test_the_cpu_is_not_measured_unless_asked_for(
     assert fxoffload.stats().measuring_ms == 0
 
 
+@pytest.mark.slow
 def test_sizes_that_vary_are_estimated(measure_with: Callable[[Meter], None]) -> None:
     meter = Told()
     measure_with(meter)
@@ -443,6 +455,7 @@ def test_a_plan_made_ahead_is_an_estimate() -> None:
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_ranks_plan_with_the_same_times(measure_with: Callable[[Meter], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a second rank would measure, it uses what the first one did."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")

@@ -117,6 +117,7 @@ def wait_for_plans() -> None:
             thread.join()
 
 
+@pytest.mark.slow
 def test_a_short_batch_that_fits_moves_nothing(allocator: Allocator, budget: int) -> None:
     """The first step of a size offloads as first steps do, the next one follows a plan of its own."""
     run, plain = watched(allocator, activation_budget=budget), Plain(varying(model, policy="keep_all"))
@@ -131,6 +132,7 @@ def test_a_short_batch_that_fits_moves_nothing(allocator: Allocator, budget: int
     assert moved_at(run, plain, (31, 45, 13, 13)) == [0, long * 45 // LONG, everything * 13 // LONG, 0]
 
 
+@pytest.mark.slow
 def test_until_its_plan_is_there_a_size_follows_a_larger_one(allocator: Allocator, budget: int) -> None:
     run, plain = watched(allocator, activation_budget=budget), Plain(varying(model, policy="keep_all"))
     moved = []
@@ -144,6 +146,7 @@ def test_until_its_plan_is_there_a_size_follows_a_larger_one(allocator: Allocato
     assert planned_lengths() == ["2, 48", "2, 32"]
 
 
+@pytest.mark.slow
 def test_training_begins_with_plans_of_all_lengths_that_were_profiled(allocator: Allocator, budget: int) -> None:
     run, plain = watched(allocator, activation_budget=budget), Plain(varying(model, policy="keep_all"))
     with in_background():
@@ -165,6 +168,7 @@ def test_sizes_that_were_recorded_are_not_measured_again(allocator: Allocator) -
     assert [b.calls[0][-1] for b in extra_memory] == [EACH * n - 2 * n * 16 * 4 for n in (SHORT, LONG, 64)]
 
 
+@pytest.mark.slow
 def test_a_plan_for_more_than_was_measured_leaves_room_for_what_grows(allocator: Allocator) -> None:
     """Lengths that are between two of the grid: the allocator has as much as at the length that is planned for."""
     with pytest.warns(UserWarning, match="expected an activation_budget"):
@@ -183,6 +187,7 @@ def below(peaks: tuple[int, int]) -> int:
     return (peaks[1] + EACH * MIDDLE) * BELOW // MIDDLE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("share", "moves"), [(1.01, False), (0.99, True)], ids=["it fits", "it does not"])
 def test_what_moves_below_the_longest_leaves_some_of_the_budget(
     allocator: Allocator, below: int, share: float, moves: bool
@@ -198,6 +203,7 @@ def test_what_moves_below_the_longest_leaves_some_of_the_budget(
     assert ["a sixteenth of it left" in p.summary for p in (long_plan, plan)] == [False, moves]
 
 
+@pytest.mark.slow
 def test_the_longest_until_now_takes_the_whole_budget(allocator: Allocator, below: int) -> None:
     """Its plan stays when a longer one comes."""
     run, plain = watched(allocator, activation_budget=int(0.99 * below)), Plain(varying(model, policy="keep_all"))
@@ -206,6 +212,7 @@ def test_the_longest_until_now_takes_the_whole_budget(allocator: Allocator, belo
     assert new_plans()[0].predicted_peak_bytes > 0.99 * below * 15 / 16
 
 
+@pytest.mark.slow
 def test_what_fits_only_into_the_whole_budget_takes_it(allocator: Allocator, budget: int) -> None:
     with mock.patch.object(chain_planning, "_SPARE", 0.9):
         run, plain = watched(allocator, activation_budget=budget), Plain(varying(model, policy="keep_all"))
@@ -215,6 +222,7 @@ def test_what_fits_only_into_the_whole_budget_takes_it(allocator: Allocator, bud
     assert not any("left" in p.summary or "no plan fits" in p.summary for p in new_plans())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("without", ["budget", "memory"])
 def test_where_nothing_is_to_be_known_no_step_is_lost(allocator: Allocator, without: str) -> None:
     changes: dict[str, Any] = {} if without == "budget" else {"activation_budget": "1GiB"}
@@ -257,6 +265,7 @@ def hooked(run: Run, length: int) -> None:
     x.square().mean().backward()
 
 
+@pytest.mark.slow
 def test_a_size_whose_steps_are_irregular_is_measured_a_few_times(allocator: Allocator) -> None:
     run = watched(allocator, activation_budget="1GiB")
     allocator.measured(run, (LONG, LONG, LONG))
@@ -272,6 +281,7 @@ def test_a_size_whose_steps_are_irregular_is_measured_a_few_times(allocator: All
     )  # as known of the long one
 
 
+@pytest.mark.slow
 def test_a_step_that_is_irregular_is_followed_by_one_that_is_measured(allocator: Allocator, budget: int) -> None:
     run = watched(allocator, activation_budget=budget)
     allocator.measured(run, (LONG, LONG, LONG))
@@ -281,6 +291,7 @@ def test_a_step_that_is_irregular_is_followed_by_one_that_is_measured(allocator:
     assert moved_at(run, Plain(varying(model, policy="keep_all")), (MIDDLE,)) == [0]
 
 
+@pytest.mark.slow
 def test_while_the_policy_is_overridden_nothing_is_measured(allocator: Allocator, budget: int) -> None:
     run = watched(allocator, activation_budget=budget)
     allocator.measured(run, (LONG, LONG, LONG))
@@ -289,6 +300,7 @@ def test_while_the_policy_is_overridden_nothing_is_measured(allocator: Allocator
     assert allocator.measured(run, (MIDDLE, MIDDLE)) == [MIDDLE]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("most", "value"), [("_MOST_MEASURED_IN_ALL", 2), ("_MOST_PLANS_IN_ALL", 3)])
 def test_so_many_sizes_are_measured_in_all(allocator: Allocator, most: str, value: int) -> None:
     """And none again, whether its plan is remembered or not."""
@@ -298,6 +310,7 @@ def test_so_many_sizes_are_measured_in_all(allocator: Allocator, most: str, valu
         assert allocator.measured(run, lengths) == [LONG, LONG, 40, SHORT]
 
 
+@pytest.mark.slow
 def test_steps_that_are_measured_take_no_more_of_the_host_than_the_longest(
     allocator: Allocator, budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,6 +327,7 @@ def test_steps_that_are_measured_take_no_more_of_the_host_than_the_longest(
     assert after.bytes_offloaded > before.bytes_offloaded
 
 
+@pytest.mark.slow
 def test_a_plan_that_was_forgotten_is_made_again_without_a_measured_step(allocator: Allocator, budget: int) -> None:
     run = watched(allocator, activation_budget=budget)
     with mock.patch.object(chains, "_MOST_SIZES", 2):
@@ -324,6 +338,7 @@ def test_a_plan_that_was_forgotten_is_made_again_without_a_measured_step(allocat
     assert extra_memory[1] == extra_memory[3] != extra_memory[2]
 
 
+@pytest.mark.slow
 def test_steps_that_go_another_way_are_recorded_again(allocator: Allocator) -> None:
     """Though no plan was there to miss."""
     run = watched(allocator, activation_budget="1GiB")
@@ -344,6 +359,7 @@ def test_steps_that_go_another_way_are_recorded_again(allocator: Allocator) -> N
     assert planned_lengths() == ["2, 15", "2, 32"]
 
 
+@pytest.mark.slow
 def test_microbatches_that_outgrow_their_plan_are_measured_anew(allocator: Allocator) -> None:
     """The plan for a size serves what its measured step was: also where the second call was longer than known."""
     run = watched(allocator, activation_budget="1GiB")

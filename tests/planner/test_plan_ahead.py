@@ -77,6 +77,7 @@ def assert_same(found: Plan, expected: Plan) -> None:
 # -- the three forms ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_meta_fake_and_real_models_have_the_plan_that_is_compiled() -> None:
     real = qwen3()
     with torch.device("meta"):
@@ -98,6 +99,7 @@ def test_meta_fake_and_real_models_have_the_plan_that_is_compiled() -> None:
     assert_same(first, compiled_plan(real, **tokens(), options=LONG))
 
 
+@pytest.mark.slow
 def test_a_budget_is_met_and_is_the_one_that_is_compiled() -> None:
     model = qwen3()
     loose = plan(model, tokens(), **SMALL, **LONG)
@@ -108,6 +110,7 @@ def test_a_budget_is_met_and_is_the_one_that_is_compiled() -> None:
     assert_same(found, compiled_plan(model, **tokens(), options={"activation_budget": budget, "max_slowdown": 9.0}))
 
 
+@pytest.mark.slow
 def test_a_slowdown_is_kept() -> None:
     model, batch = Tower(4), (example_input(),)
     found = plan(model, example_args=batch, max_slowdown=0.5, **SMALL)
@@ -126,6 +129,7 @@ def test_the_segments_of_inductor_have_the_same_plan() -> None:
 # -- nothing changes ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_real_model_stays_as_it_is_and_trains() -> None:
     model, batch = qwen3(), tokens()
     before = dict(model.named_parameters(remove_duplicate=False))
@@ -167,6 +171,7 @@ def test_nothing_of_full_size_is_allocated() -> None:
     assert found.shape == f"x {1 << 22}x{1 << 18}"
 
 
+@pytest.mark.slow
 def test_plans_lists_no_plan_ahead_and_nothing_stays() -> None:
     seen: list[weakref.ref[Any]] = []
     twins = plan_ahead._twins
@@ -186,6 +191,7 @@ def test_plans_lists_no_plan_ahead_and_nothing_stays() -> None:
     assert [ref() for ref in seen] == [None]
 
 
+@pytest.mark.slow
 def test_code_that_is_compiled_stays_compiled_and_static() -> None:
     shapes: list[list[tuple[Any, ...]]] = []
 
@@ -223,6 +229,7 @@ def test_settings_of_dynamo_do_not_matter_and_stay() -> None:
 # -- planning targets --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_device_is_a_name_a_file_or_a_profile(tmp_path: Path) -> None:
     model, batch = Tower(3), (example_input(),)
     h200 = load_profile("h200")
@@ -239,6 +246,7 @@ def test_a_device_is_a_name_a_file_or_a_profile(tmp_path: Path) -> None:
     assert by_file.baseline_step_ms > by_name.baseline_step_ms
 
 
+@pytest.mark.slow
 def test_this_machine_s_host_memory_is_no_bound_but_a_host_budget_is() -> None:
     model, batch = Tower(4), (example_input(),)
     asked: dict[str, Any] = {**SMALL, **LONG, "recompute": "default"}
@@ -249,6 +257,7 @@ def test_this_machine_s_host_memory_is_no_bound_but_a_host_budget_is() -> None:
     assert free.predicted.bytes_offloaded > 4096 >= bound.predicted.bytes_offloaded
 
 
+@pytest.mark.slow
 def test_autocast_is_seen() -> None:
     model, batch = Tower(3), (example_input(),)
     wide = plan(model, example_args=batch, recompute="default", **SMALL, **LONG)
@@ -282,6 +291,7 @@ def test_a_tensor_that_is_no_buffer_is_faked_too() -> None:
     assert found.label == "Scaled"
 
 
+@pytest.mark.slow
 def test_a_plan_within_a_fake_mode_of_the_caller() -> None:
     expected = plan(Tower(3), example_args=(example_input(),), **SMALL, **LONG)
     with FakeTensorMode():

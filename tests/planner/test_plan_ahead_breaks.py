@@ -59,6 +59,7 @@ def trained_plans(model: nn.Module, x: Tensor, **options: Any) -> list[Plan]:
     return fxoffload.plans()
 
 
+@pytest.mark.slow_except("90KiB")
 @pytest.mark.parametrize("budget", [None, "90KiB"])
 def test_layers_that_are_graphs_have_the_plan_of_training(budget: str | None) -> None:
     model, x = Layers(), example_input()
@@ -72,6 +73,7 @@ def test_layers_that_are_graphs_have_the_plan_of_training(budget: str | None) ->
     assert found.label == "Layers"
 
 
+@pytest.mark.slow
 def test_what_breaks_the_graph_is_named() -> None:
     found = plan(Towers(), example_args=(example_input(),), **SMALL)
     (text,) = found.breaks
@@ -82,6 +84,7 @@ def test_what_breaks_the_graph_is_named() -> None:
     assert not plan(Tower(3), example_args=(example_input(),), **SMALL).breaks
 
 
+@pytest.mark.slow
 def test_graphs_with_plans_of_their_own_keep_them_and_add_up() -> None:
     model, x = Towers(), example_input()
     found = plan(model, example_args=(x,), **SMALL)
@@ -94,6 +97,7 @@ def test_graphs_with_plans_of_their_own_keep_them_and_add_up() -> None:
     assert max(p.predicted_peak_bytes for p in own) < found.predicted_peak_bytes < found.baseline_peak_bytes
 
 
+@pytest.mark.slow
 def test_within_a_budget_graphs_are_planned_together() -> None:
     model, x = Towers(nn.Linear(WIDTH, 8)), example_input()
     found = plan(model, example_args=(x,), activation_budget=65_000, **SMALL)
@@ -106,6 +110,7 @@ def test_within_a_budget_graphs_are_planned_together() -> None:
     assert caught.value.smallest_bytes > 70_000
 
 
+@pytest.mark.slow
 def test_graphs_that_fit_alone_but_not_together_are_told() -> None:
     with pytest.warns(UserWarning, match="each of its graphs fits into the budget alone"):
         found = plan(Towers(), example_args=(example_input(),), activation_budget="90KiB", **SMALL)
@@ -113,6 +118,7 @@ def test_graphs_that_fit_alone_but_not_together_are_told() -> None:
     assert "the predicted peak exceeds the budget" in str(found)
 
 
+@pytest.mark.slow
 def test_a_break_before_or_after_the_only_graph() -> None:
     class Breaks(Tower):
         def forward(self, x: Tensor) -> Tensor:
@@ -135,6 +141,7 @@ def test_a_break_that_reads_a_value_says_where() -> None:
         plan(Reads(3), example_args=(example_input(),), **SMALL)
 
 
+@pytest.mark.slow
 def test_integers_that_are_real_have_values() -> None:
     """As sizes of images do: a model reads them to shape its work."""
 
@@ -150,6 +157,7 @@ def test_integers_that_are_real_have_values() -> None:
         plan(Chunks(3), example_args=(x, sizes.to("meta")), **SMALL)
 
 
+@pytest.mark.slow
 def test_a_step_that_no_plan_can_follow() -> None:
     """Two graphs, the first of which has no backward before the second's."""
 

@@ -223,6 +223,7 @@ def test_budgets() -> None:
     assert plain.plan.predicted == baseline
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "objective", [{}, {"products": 0.004}, {"slowdown": 0.3}, {"share": 0.8}, {"recompute": "cheap"}]
 )
@@ -244,6 +245,7 @@ def test_what_a_plan_offers_can_be_asked_for(objective: dict[str, Any]) -> None:
         assert asked.peak_bytes <= point.budget_bytes and asked.step_ms <= point.step_ms * 1.001
 
 
+@pytest.mark.slow
 def test_plans_are_equal_when_made_again() -> None:
     found = recorded("tower")
     baseline = found.plan(1 << 60).plan.baseline
@@ -260,6 +262,7 @@ def test_the_error_is_a_value_error_that_says_what_would_do() -> None:
     assert error.segment.endswith(("in the forward", "in the backward"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["default", "cheap"])
 def test_a_level_of_recomputation(level: str) -> None:
     found = recorded("tower")
@@ -337,6 +340,7 @@ def middle(**changes: Any) -> int:
     return (found.smallest(**changes).smallest_bytes + found.plan(1 << 60).plan.baseline_peak_bytes) // 2
 
 
+@pytest.mark.slow_except("0.0-default")
 @pytest.mark.parametrize(("share", "recompute"), [(0.0, "auto"), (0.6, "auto"), (0.0, "default")])
 def test_the_runtime_does_what_is_planned(share: float, recompute: str) -> None:
     known = recorded("tower")
@@ -378,6 +382,7 @@ def test_the_first_step_follows_its_own_schedule(monkeypatch: pytest.MonkeyPatch
     assert_equal(found[0], found[2])
 
 
+@pytest.mark.slow
 def test_a_language_model() -> None:
     pytest.importorskip("transformers")
     from tests.models.zoo import build
@@ -391,6 +396,7 @@ def test_a_language_model() -> None:
     assert plan.predicted_peak_bytes <= 160 << 10 < plan.baseline_peak_bytes
 
 
+@pytest.mark.slow_except("default")
 @pytest.mark.parametrize("recompute", ["default", "auto"])
 def test_every_byte_of_a_plan(recompute: str) -> None:
     """What a partitioning is simulated to take is what the compiled graphs take, at every segment boundary."""
@@ -418,6 +424,7 @@ def test_every_byte_of_a_plan(recompute: str) -> None:
     assert [s.segment for s in seen] == [b.segment for b in plan.simulation.boundaries]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("holds", [False, True])
 def test_outputs_that_the_caller_holds_or_lets_go_of(holds: bool) -> None:
     """They count as let go of until a step has shown otherwise. The first schedule is within the budget in any case."""
@@ -461,6 +468,7 @@ def test_nothing_is_done_where_plain_inductor_will_do() -> None:
     assert_equal(found, scenario(model, compiled(model, policy="keep_all", recompute="default"))())
 
 
+@pytest.mark.slow_except("fallback")
 @pytest.mark.parametrize("on_error", ["raise", "fallback"])
 def test_a_budget_that_cannot_be_met(on_error: str) -> None:
     model = tower()
@@ -473,6 +481,7 @@ def test_a_budget_that_cannot_be_met(on_error: str) -> None:
     assert new_plans() == []
 
 
+@pytest.mark.slow
 def test_both_knobs() -> None:
     smallest = recorded("tower").smallest().smallest_bytes
     model = tower()
@@ -496,6 +505,7 @@ def test_a_slowdown() -> None:
     assert (plan.activation_budget, plan.max_slowdown) == (None, 10.0)
 
 
+@pytest.mark.slow
 def test_plans_are_forgotten_with_their_code() -> None:
     gc.collect()
     model = tower()
@@ -509,6 +519,7 @@ def test_plans_are_forgotten_with_their_code() -> None:
     assert plan not in new_plans()
 
 
+@pytest.mark.slow_except("offload")
 @pytest.mark.parametrize("piece", ["planner", "segments", "offload", "calibration"])
 def test_pieces_that_are_switched_off(piece: str) -> None:
     model = tower()
@@ -574,6 +585,7 @@ def test_several_forwards_before_their_backward() -> None:
     assert_nothing_held()
 
 
+@pytest.mark.slow
 def test_another_length_than_the_one_that_was_planned() -> None:
     model = tower()
     call = torch.compile(
@@ -599,6 +611,7 @@ def test_another_length_than_the_one_that_was_planned() -> None:
         assert_nothing_held()
 
 
+@pytest.mark.slow
 def test_a_host_that_is_too_small_for_all() -> None:
     model = tower()
     budget = middle(recompute="default")
@@ -630,6 +643,7 @@ def roots(graph: CompiledGraph) -> list[str]:
     return found
 
 
+@pytest.mark.slow_except("knob1")
 @pytest.mark.parametrize("knob", [{"activation_budget": 60_000}, {"max_slowdown": 10.0}])
 def test_a_users_policy_is_obeyed(knob: dict[str, Any]) -> None:
     saved, again = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE
@@ -655,6 +669,7 @@ def test_a_users_policy_is_obeyed(knob: dict[str, Any]) -> None:
 OFFLOAD = getattr(CheckpointPolicy, "MUST_CPU_OFFLOAD", None)
 
 
+@pytest.mark.slow_except("knob2")
 @pytest.mark.skipif(OFFLOAD is None, reason="this torch has no MUST_CPU_OFFLOAD")
 @pytest.mark.parametrize("knob", [{}, {"activation_budget": "1GiB"}, {"recompute": "default"}, {"recompute": "cheap"}])
 def test_what_a_user_wants_on_the_host(knob: dict[str, Any]) -> None:

@@ -416,6 +416,7 @@ class DraftGraphs:
                 self.refs += [weakref.ref(x) for gm in (state.gm, state.outer) for x in (gm, gm.graph)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["auto", "default"])
 def test_drafts_are_let_go_once_their_graph_is_planned_again(one_thread: None, recompute: str) -> None:
     budget = middle(recompute=recompute)
@@ -434,6 +435,7 @@ def test_drafts_are_let_go_once_their_graph_is_planned_again(one_thread: None, r
     train(model, call)
 
 
+@pytest.mark.slow
 def test_drafts_are_let_go_once_their_code_is_there_where_nothing_is_planned_again(one_thread: None) -> None:
     partitionings = DraftGraphs()
     model = tower()

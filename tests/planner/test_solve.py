@@ -266,6 +266,7 @@ def test_the_closed_form_is_the_best_schedule(problem: Problem, data: st.DataObj
     assert loads.least_bytes() == choice.least_bytes()
 
 
+@pytest.mark.slow
 @given(problems(max_items=4, max_alternatives=1), st.data(), st.integers(0, 150))
 @settings(few, max_examples=300)
 def test_the_program_says_what_the_closed_form_says(problem: Problem, data: st.DataObject, budget: int) -> None:
@@ -371,6 +372,7 @@ def smallest_or_none(problem: Problem) -> Solution | None:
         return None
 
 
+@pytest.mark.slow
 @given(problems(5, 4, 5))
 @few
 def test_more_room_is_never_slower_and_too_little_is_none(problem: Problem) -> None:
@@ -622,6 +624,7 @@ def test_a_slow_clock_changes_no_answer(monkeypatch: pytest.MonkeyPatch) -> None
     assert asked and all("node_limit" in options and "time_limit" not in options for options in asked)
 
 
+@pytest.mark.slow_except("fxoffload.planner.solve-_MOST_INTEGERS")
 @pytest.mark.parametrize(
     ("module", "limit"), [(solve, "_MOST_INTEGERS"), (solve_model, "MOST_NODES"), (solve_improve, "_MOST_SEGMENTS")]
 )

@@ -67,6 +67,7 @@ def peaks() -> tuple[int, int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("disable", [("tape_recompute",), ()], ids=["offloading", "and recomputing"])
 def test_a_head_that_appears_late_and_goes_away(peaks: tuple[int, int], disable: tuple[str, ...]) -> None:
     """Two steps are above the budget at most. No bit of a gradient changes."""
@@ -90,6 +91,7 @@ def test_a_head_that_appears_late_and_goes_away(peaks: tuple[int, int], disable:
     assert max(found) <= most and new_plans()[-1].predicted.bytes_offloaded == 0
 
 
+@pytest.mark.slow
 def test_a_head_that_nothing_makes_room_for(peaks: tuple[int, int]) -> None:
     """One warning names the budget that would be met, and it is."""
     least, most = peaks
@@ -106,6 +108,7 @@ def test_a_head_that_nothing_makes_room_for(peaks: tuple[int, int]) -> None:
     assert least + most // 2 < found[-1] <= plan.predicted.peak_bytes
 
 
+@pytest.mark.slow_except("1GiB")
 @pytest.mark.parametrize("budget", ["1GiB", None])
 def test_the_first_plan_knows_the_head(budget: str | None, tmp_path: Any) -> None:
     """Its bytes and its time, with a budget or without; in the gain, in the table, in the plot."""
@@ -138,6 +141,7 @@ def test_the_first_plan_knows_the_head(budget: str | None, tmp_path: Any) -> Non
     plan.plot(tmp_path / "plan.png")
 
 
+@pytest.mark.slow
 def test_the_time_of_a_head_hides_copies(peaks: tuple[int, int]) -> None:
     """Under a slowdown: a step that is known to be longer may hide more."""
     moved = []

@@ -54,6 +54,7 @@ def _other_values() -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "value"), _other_values())
 def test_the_plan_wins_and_says_so_once(name: str, value: object) -> None:
     if not hasattr(functorch_config, name):
@@ -70,6 +71,7 @@ def test_the_plan_wins_and_says_so_once(name: str, value: object) -> None:
     assert fxoffload.plans()[-1].predicted == planned.predicted
 
 
+@pytest.mark.slow
 def test_the_plan_wins_under_a_budget_and_by_layer(caplog: pytest.LogCaptureFixture) -> None:
     for options in ({"activation_budget": "36KiB"}, {"by_layer": True, "steps": 4, "activation_budget": "36KiB"}):
         expected, _ = train(**options)
@@ -83,6 +85,7 @@ def test_the_plan_wins_under_a_budget_and_by_layer(caplog: pytest.LogCaptureFixt
         fxoffload.reset_stats()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(torch.autograd.graph, "region_activation_memory_budget"), reason="torch 2.13 and newer")
 @pytest.mark.parametrize("whole", [True, False])
 def test_annotated_regions_do_not_decide_either(whole: bool) -> None:

@@ -139,6 +139,7 @@ def test_bytes_of_a_graph_at_other_sizes(at: tuple[int, int]) -> None:
     assert not env.guards
 
 
+@pytest.mark.slow
 def test_a_step_at_another_size_is_that_size_s_step() -> None:
     """All bytes, working sets and estimated times, as if that size had been compiled for."""
 
@@ -229,6 +230,7 @@ def test_ranges_follow_each_other() -> None:
     assert found.may_end("a")
 
 
+@pytest.mark.slow
 def test_a_reset_of_the_compiler_forgets_ranges() -> None:
     model = tower()
     dynamic(model, activation_budget=kept_peak(7))(example_input(4))
@@ -240,6 +242,7 @@ def test_a_reset_of_the_compiler_forgets_ranges() -> None:
 # -- steps -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_each_call_is_scheduled_for_its_size(made: list[ScheduleBySize]) -> None:
     """One graph, whatever recomputation could do: the runtime moves the simulated values for the size of each call."""
     smallest = recorded("tower").smallest(recompute="default").smallest_bytes
@@ -267,6 +270,7 @@ def test_each_call_is_scheduled_for_its_size(made: list[ScheduleBySize]) -> None
     assert len(by_size._choices) == 4
 
 
+@pytest.mark.slow
 def test_only_so_many_sizes_keep_their_schedule(made: list[ScheduleBySize], monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where nothing fits, and each size has one of its own."""
     monkeypatch.setattr(schedule_by_size, "_MOST_CHOICES", 5)
@@ -291,6 +295,7 @@ def test_only_so_many_sizes_keep_their_schedule(made: list[ScheduleBySize], monk
     assert (98, 8) not in by_size._choices
 
 
+@pytest.mark.slow
 def test_the_first_call_leaves_room_for_tuning(made: list[ScheduleBySize]) -> None:
     """Also where its sizes are not those that were planned for. Later calls have the whole budget."""
     smallest = recorded("tower").smallest(recompute="default").smallest_bytes
@@ -310,6 +315,7 @@ def test_the_first_call_leaves_room_for_tuning(made: list[ScheduleBySize]) -> No
     assert (first.offload, first.windows) == (expected.offload, expected.windows) != (later.offload, later.windows)
 
 
+@pytest.mark.slow
 def test_a_slowdown_holds_at_every_size(made: list[ScheduleBySize]) -> None:
     model = tower()
     call = dynamic(model, max_slowdown=0.5)
@@ -355,6 +361,7 @@ def test_a_longer_batch_gets_a_variant_and_a_short_one_keeps_its_own(made: list[
             assert schedule.windows is not None
 
 
+@pytest.mark.slow
 def test_what_no_variant_can_serve_runs_with_the_least_memory() -> None:
     budget = kept_peak(7)
     model = tower()
@@ -368,6 +375,7 @@ def test_what_no_variant_can_serve_runs_with_the_least_memory() -> None:
         check_bits(model, call, 64)  # said once
 
 
+@pytest.mark.slow
 def test_a_budget_that_a_longer_batch_cannot_meet() -> None:
     """Before a variant is compiled in vain; the shorter batches go on."""
     budget = recorded("tower").smallest().smallest_bytes
@@ -380,6 +388,7 @@ def test_a_budget_that_a_longer_batch_cannot_meet() -> None:
     assert_nothing_held()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [2, 4])
 def test_sizes_that_are_marked_as_varying(batch: int) -> None:
     """Dynamo raises where a guard fixes them; ours leave them more than one value."""
@@ -416,6 +425,7 @@ def test_bounded_sizes_are_planned_for_the_largest(made: list[ScheduleBySize]) -
     assert plan.predicted_peak_bytes <= budget < plan.baseline_peak_bytes
 
 
+@pytest.mark.slow
 def test_another_goal_for_the_same_code_has_its_own_variants() -> None:
     tight, wide = kept_peak(4), kept_peak(7)
     model = tower()
@@ -427,6 +437,7 @@ def test_another_goal_for_the_same_code_has_its_own_variants() -> None:
     assert num_dynamo_graphs() - before == 1
 
 
+@pytest.mark.slow
 def test_sizes_found_out_by_dynamo() -> None:
     """The first call is compiled for its sizes alone; from the second on they vary."""
     budget = kept_peak(7)
@@ -440,6 +451,7 @@ def test_sizes_found_out_by_dynamo() -> None:
     assert num_dynamo_graphs() - before in (2, 3)
 
 
+@pytest.mark.slow
 def test_a_level_that_the_user_chose_has_no_variants() -> None:
     budget = 3 * kept_peak(4)
     model = tower()
@@ -452,6 +464,7 @@ def test_a_level_that_the_user_chose_has_no_variants() -> None:
     assert num_dynamo_graphs() - before == 1
 
 
+@pytest.mark.slow
 def test_variants_of_what_inductor_compiles() -> None:
     """Generated kernels take other sizes than those they were compiled for, and the wrapper's guards hold with ours."""
     budget = kept_peak(7)
@@ -464,6 +477,7 @@ def test_variants_of_what_inductor_compiles() -> None:
     assert num_dynamo_graphs() - before <= 2
 
 
+@pytest.mark.slow
 def test_a_segment_in_inductor_s_cache_knows_no_range() -> None:
     """Else a later compilation would find it together with the range of another plan."""
     small, large = kept_peak(7), kept_peak(9)
@@ -498,6 +512,7 @@ class Shifted(Tower):
         return super().forward(x) * shift
 
 
+@pytest.mark.slow
 def test_an_integer_argument_is_no_size(made: list[ScheduleBySize]) -> None:
     """Dynamo makes it a symbol without bounds; no size depends on it, so one schedule serves all its values."""
     torch.manual_seed(0)

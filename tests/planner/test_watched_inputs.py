@@ -82,6 +82,7 @@ def step(layers: nn.ModuleList, *, write: bool = False) -> Tensor:
     return gradient.clone()
 
 
+@pytest.mark.slow_except("aot_eager")
 @pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
 def test_a_write_before_the_backward_is_an_error_and_the_next_step_is_right(inner: str) -> None:
     layers = compiled(inner)

@@ -31,6 +31,7 @@ def peak_and_ms(step: TrainingStep, decisions: tuple[bool, ...], windows: Window
 # -- random chains -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @many
 @given(decided_steps(), st.floats(-0.1, 1.2))
 def test_the_peak_stays_within_the_limit(decided: tuple[TrainingStep, tuple[bool, ...]], share: float) -> None:
@@ -138,6 +139,7 @@ def test_a_chain() -> None:
 # -- against the runtime -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_except("shared gates")
 @pytest.mark.parametrize("name", ["tower", "stack", "shared gates", "skips", "heavy head", "qwen3"])
 def test_every_byte_under_windows(name: str) -> None:
     rehearsal = MODELS[name](False)

@@ -55,6 +55,7 @@ def alone() -> Iterator[None]:
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_except("False")
 @pytest.mark.parametrize("gate", [False, True])
 def test_every_mix_of_variants_gives_the_same_bits(gate: bool) -> None:
     forced = Forced(Layers(gate=gate))
@@ -74,6 +75,7 @@ def test_every_mix_of_variants_gives_the_same_bits(gate: bool) -> None:
     assert {**compile_counts(), "segments": 0} == {**counts, "segments": 0}
 
 
+@pytest.mark.slow_except("variants1")
 @pytest.mark.parametrize("variants", [(1, 1, 1), (2, 0, 1)])
 def test_with_inductor(variants: tuple[int, ...]) -> None:
     forced = Forced(inner="inductor")
@@ -96,6 +98,7 @@ def test_attention_is_computed_again_without_its_random_state() -> None:
         assert not any("rng_state" in f"{n.name} {n.target}" for n in nodes)
 
 
+@pytest.mark.slow_except("True-aot_eager")
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("offload", [False, True])
 def test_a_graph_that_is_retained_gives_the_same_gradients_again(inner: str, offload: bool) -> None:
@@ -114,6 +117,7 @@ def test_a_graph_that_is_retained_gives_the_same_gradients_again(inner: str, off
     assert_nothing_held()
 
 
+@pytest.mark.slow_except("False")
 @pytest.mark.parametrize("offload", [False, True])
 def test_two_forwards_before_a_backward_are_two_sets_of_bundles(offload: bool) -> None:
     forced = Forced()
@@ -134,6 +138,7 @@ def test_two_forwards_before_a_backward_are_two_sets_of_bundles(offload: bool) -
     assert_nothing_held()
 
 
+@pytest.mark.slow_except("False")
 @pytest.mark.parametrize("offload", [False, True])
 def test_backwards_in_the_order_of_the_forwards(offload: bool) -> None:
     """Each finds the variant and the group of its own tokens, however the chain goes."""
@@ -155,6 +160,7 @@ def test_backwards_in_the_order_of_the_forwards(offload: bool) -> None:
 # -- lifetimes of saved values -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_except("False-True")
 @pytest.mark.parametrize("gate", [False, True])
 @pytest.mark.parametrize("offload", [False, True])
 def test_a_graph_that_is_dropped_frees_everything(gate: bool, offload: bool) -> None:
@@ -290,6 +296,7 @@ def test_a_copy_of_a_bundles_token_is_refused() -> None:
 # -- writes to saved values --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_except("True")
 @pytest.mark.parametrize("offload", [False, True])
 def test_an_input_that_is_modified_before_the_backward_raises(offload: bool) -> None:
     """The bias is read again by variant 2 only."""

@@ -55,6 +55,7 @@ def step(model: Any) -> Observed:
     return {"loss": loss.detach().clone(), **gradients}
 
 
+@pytest.mark.slow_except("layers-True")
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("kind", ["whole", "layers"])
 def test_gradients_of_adapters_do_not_depend_on_offloading(kind: str, checkpointing: bool) -> None:

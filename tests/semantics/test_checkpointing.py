@@ -46,6 +46,7 @@ def plain_bits(model: torch.nn.Module, call: Callable[[Callable[..., Any]], Tens
     return train_step(model, lambda: call(module))()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3", slow("gpt2")])
 def test_hf_gradient_checkpointing_inside_one_graph(name: str) -> None:
     pytest.importorskip("transformers")
@@ -95,6 +96,7 @@ def _offloaded_bytes(block: type[Block]) -> Flip:
     return flip
 
 
+@pytest.mark.slow
 def test_selective_checkpointing_offloads_what_its_policy_saves() -> None:
     everything = _offloaded_bytes(Everything)
     selective = _offloaded_bytes(Selective)
@@ -134,6 +136,7 @@ def test_checkpointed_attention_compiled_layer_by_layer_is_planned() -> None:
     assert_equal(found["auto"], found["keep_all"])
 
 
+@pytest.mark.slow_except("0.0-reentrant")
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_eager_checkpoint_around_layers_compiled_on_their_own(reentrant: bool, dropout: float) -> None:
@@ -215,6 +218,7 @@ def test_checkpoint_wrapper_and_layers_compiled_on_their_own(inside: bool, selec
     assert stats.bytes_offloaded == stats.bytes_reloaded == 4 * LAYER_INPUT_BYTES * (3 if selective else 1)
 
 
+@pytest.mark.slow_except("gpt2")
 @pytest.mark.parametrize("name", ["qwen3", "gpt2"])
 def test_hf_gradient_checkpointing_of_layers_compiled_on_their_own(name: str) -> None:
     """Transformers' own layers hold their checkpoint: only each one's input is left to offload."""
@@ -288,6 +292,7 @@ class Accumulates(nn.Module):
         return x
 
 
+@pytest.mark.slow_except("options0")
 @pytest.mark.parametrize(
     "options", [{"policy": "keep_all"}, {"checkpoints": "obey"}, {}, {"activation_budget": "40KB"}]
 )

@@ -37,6 +37,7 @@ def _held() -> tuple[int, int, int, int]:
     return engine._in_flight_bytes, engine._ahead_bytes, engine._reclaimed_bytes, len(engine._dead)
 
 
+@pytest.mark.slow_except("aot_eager")
 @pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
 def test_reclaimed_values_donation_and_retain_graph(inner: str) -> None:
     torch.set_num_threads(1)
@@ -87,6 +88,7 @@ def test_after_a_backward_that_fails() -> None:
     assert _same(expected, _gradients(model, step(x).sum()))
 
 
+@pytest.mark.slow
 def test_a_short_first_batch_does_not_switch_offloading_off() -> None:
     torch.manual_seed(0)
     model = Stack(layers=4, width=32)

@@ -34,6 +34,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 def test_nothing_of_the_callers_is_overwritten() -> None:
     """Input, its gradient, parameters, ``grad_output``, outputs, and gradients that were there before."""
     model = Stack(layers=3)

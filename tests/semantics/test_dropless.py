@@ -49,6 +49,7 @@ def compile_in(model: Stack, kind: str, **changes: Any) -> Stack:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["whole", "layers"])
 def test_what_experts_save_is_offloaded_like_anything_else(kind: str) -> None:
     """One compilation for all routings; the bytes that move are those of the rows that there are."""
@@ -120,6 +121,7 @@ def test_a_budget_cannot_be_planned_for_and_everything_is_offloaded() -> None:
     assert moved >= 2 * 20 * 4 * (WIDTH + 2 * 2 * WIDTH)
 
 
+@pytest.mark.slow
 def test_a_budget_for_layers_that_cannot_be_planned_together() -> None:
     model = Stack(2, block=Dropless)
     with (
@@ -130,6 +132,7 @@ def test_a_budget_for_layers_that_cannot_be_planned_together() -> None:
         model(batch(length=20)).square().mean().backward()
 
 
+@pytest.mark.slow
 def test_without_a_budget_what_is_known_is_planned() -> None:
     model = Stack(2, block=Dropless)
     before = {p.graph for p in fxoffload.plans()}

@@ -56,6 +56,7 @@ def test_copies_begin_in_the_middle_of_a_layer() -> None:
         assert "o" in found[found.index("S") : found.rindex("S")]
 
 
+@pytest.mark.slow_except("aot_eager")
 @pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
 def test_a_plan_over_such_layers(inner: str) -> None:
     """The steps that follow it compute what those did that were watched."""

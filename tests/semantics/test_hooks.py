@@ -45,6 +45,7 @@ HOOKS: dict[str, Callable[[], contextlib.AbstractContextManager[object]]] = {
 }
 
 
+@pytest.mark.slow_except("forward-detach", "forward-numpy", "step-clone", "step-save_on_cpu")
 @pytest.mark.parametrize("hooks", HOOKS)
 @pytest.mark.parametrize("where", ["forward", "step"])
 def test_a_call_under_saved_tensor_hooks_keeps_everything_and_says_so(hooks: str, where: str) -> None:
@@ -97,6 +98,7 @@ def contiguous_copy(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.size(), dtype=tensor.dtype).copy_(tensor)
 
 
+@pytest.mark.slow_except("aot_eager-static-offload_all", "aot_eager-dynamic-offload_all")
 @pytest.mark.parametrize("policy", ["offload_all", "keep_all"])
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
@@ -154,6 +156,7 @@ class Slices(nn.Module):
         return (torch.sin(y[:, :8]) * y[:, -8:]).sum(dim=1) @ self.linear.weight
 
 
+@pytest.mark.slow_except("aot_eager")
 @pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
 def test_values_of_other_lengths_are_left_alone_where_the_layout_depends_on_the_length(inner: str) -> None:
     model = Slices()

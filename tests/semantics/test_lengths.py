@@ -68,6 +68,7 @@ def test_steps_of_many_lengths_leave_nothing_behind(options: dict[str, Any], mon
     assert fxoffload.stats().num_groups_on_tape == 0
 
 
+@pytest.mark.slow
 def test_one_object_for_each_call_is_seen() -> None:
     """What the test above would say of a leak: a save order that remembers what went by."""
     kept: list[list[object]] = []

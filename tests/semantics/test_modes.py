@@ -110,6 +110,7 @@ def _run_lengths(
     return found
 
 
+@pytest.mark.slow_except("marked-1100")
 @pytest.mark.parametrize("min_bytes", [slow(1), 1100])
 @pytest.mark.parametrize("mark", [True, False], ids=["marked", "found out"])
 def test_dynamic_shapes_compile_once_and_offload_at_every_length(mark: bool, min_bytes: int) -> None:
@@ -159,6 +160,7 @@ def test_min_bytes_holds_for_the_size_of_the_call_not_of_the_compilation() -> No
     assert short == 0
 
 
+@pytest.mark.slow
 def test_dynamic_shapes_with_a_mask_whose_size_is_computed() -> None:
     """Sizes that are products of symbols cross the cuts."""
 
@@ -181,6 +183,7 @@ def test_dynamic_shapes_with_a_mask_whose_size_is_computed() -> None:
         assert_offloaded(stats)
 
 
+@pytest.mark.slow
 def test_dynamic_shapes_from_inductor_s_cache() -> None:
     """A segment may be given a product of sizes without its factors, which a whole graph never is."""
     model = Tower(2)

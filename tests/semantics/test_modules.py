@@ -300,6 +300,7 @@ def test_prefetch_across_graphs_can_be_switched_off(piece: str, monkeypatch: pyt
     assert_nothing_held()
 
 
+@pytest.mark.slow
 def test_layers_compiled_on_their_own_under_changing_lengths() -> None:
     model = _per_layer(Stack(layers=4))
 

@@ -88,6 +88,14 @@ def came_too_soon(order: str, layers: int) -> list[bool]:
     return found
 
 
+@pytest.mark.slow_except(
+    "reversed-layers",
+    "one forward one backward-whole",
+    "one forward one backward-layers",
+    "deeper-layers",
+    "mixed-layers",
+    "the youngest first-whole",
+)
 @pytest.mark.parametrize("kind", ["whole", "layers"])
 @pytest.mark.parametrize("order", ORDERS.values(), ids=list(ORDERS))
 def test_the_second_step_is_foretold(kind: str, order: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,7 @@ PLAIN: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow_except("nothing worth moving-aot_eager", "nothing worth moving-inductor")
 @pytest.mark.parametrize("inner", INNERS)
 @pytest.mark.parametrize("why", PLAIN)
 def test_a_plain_graph_keeps_what_a_second_backward_reads(why: str, inner: str) -> None:
@@ -69,6 +70,7 @@ def test_a_plain_graph_keeps_what_a_second_backward_reads(why: str, inner: str) 
     assert_equal(gradients(in_parts), once)
 
 
+@pytest.mark.slow
 @pytest.mark.inductor
 def test_a_short_batch_may_run_backwards_again_like_a_long_one() -> None:
     """The short one's variant is plain; which batch comes is not the program's choice."""

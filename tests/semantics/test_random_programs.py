@@ -41,6 +41,7 @@ def check(seed: int, orders: int) -> None:
     assert policy == "auto" or fxoffload.stats().bytes_offloaded > 0
 
 
+@pytest.mark.slow_except("2")
 @pytest.mark.parametrize("seed", range(6))
 def test_random_programs_in_random_orders(seed: int) -> None:
     check(seed, orders=2)

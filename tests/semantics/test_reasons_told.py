@@ -81,6 +81,7 @@ class Selective(Checkpointed):
     )
 
 
+@pytest.mark.slow
 def test_checkpointing_in_a_graph_that_is_obeyed_is_told_with_what_it_costs(told: Told) -> None:
     with told():
         train(planned(Stack(2, block=Checkpointed), checkpoints="obey"))
@@ -101,6 +102,7 @@ def test_checkpointing_in_a_graph_that_is_obeyed_is_told_with_what_it_costs(told
     assert 0 < selective < full
 
 
+@pytest.mark.slow
 def test_what_checkpointing_costs_is_what_the_plan_without_it_says(told: Told) -> None:
     with told():
         train(planned(Stack(2, block=Checkpointed), checkpoints="obey"))
@@ -118,6 +120,7 @@ class InARegion(Checkpointed):
         return super().forward(x)
 
 
+@pytest.mark.slow
 def test_checkpointing_in_a_nested_region_is_obeyed(told: Told) -> None:
     """It is partitioned before there is a plan. Some versions of torch inline such a region: then it is planned."""
     with told():
@@ -126,6 +129,7 @@ def test_checkpointing_in_a_nested_region_is_obeyed(told: Told) -> None:
         told.one("activation checkpointing is on in compiled code")
 
 
+@pytest.mark.slow
 def test_checkpointing_in_layers_compiled_on_their_own(told: Told) -> None:
     model = Stack(2, block=Checkpointed)
     for layer in model.layers:
@@ -135,6 +139,7 @@ def test_checkpointing_in_layers_compiled_on_their_own(told: Told) -> None:
     told.one("activation checkpointing is on in compiled code")
 
 
+@pytest.mark.slow
 def test_policies_that_ask_for_offloading_and_offload_all_are_obeyed_in_silence(told: Told) -> None:
     class Offloaded(Checkpointed):
         contexts = staticmethod(
@@ -194,6 +199,7 @@ def test_checkpointing_around_compiled_layers(reentrant: bool, told: Told) -> No
     told.one("activation checkpointing is on around compiled code", "calls_kept", "Switch it off")
 
 
+@pytest.mark.slow
 def test_saved_tensor_hooks(told: Told) -> None:
     call = compiled(Stack(2))
     with told():
@@ -204,6 +210,7 @@ def test_saved_tensor_hooks(told: Told) -> None:
     told.one("saved-tensor hooks of torch.autograd.graph", "activation_offloading=False", "calls_kept")
 
 
+@pytest.mark.slow
 def test_compiled_autograd(told: Told) -> None:
     call = compiled(Stack(2))
     with told(), torch._dynamo.compiled_autograd._enable(lambda gm: gm):
@@ -221,6 +228,7 @@ def test_all_values_are_small(told: Told) -> None:
     told.one("policy='offload_all'", "smaller than min_bytes (1.0 MiB)", "Lower min_bytes")
 
 
+@pytest.mark.slow_except("frozen")
 @pytest.mark.parametrize(
     ("model", "changes", "part"),
     [

@@ -138,6 +138,7 @@ def test_calls_without_gradients_do_not_use_up_the_accumulated_limit_of_training
             assert moved(lambda: module(batch(length=LENGTHS[LIMIT]))) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", ["fullgraph", slow("fail_on_recompile_limit_hit")])
 def test_where_the_limit_is_an_error_training_still_has_its_own(fails: str) -> None:
     module = static(Stack(1), fullgraph=fails == "fullgraph")
@@ -151,6 +152,7 @@ def test_where_the_limit_is_an_error_training_still_has_its_own(fails: str) -> N
             assert moved(lambda length=length: module(batch(length=length))) > 0
 
 
+@pytest.mark.slow
 def test_a_raised_limit_begins_with_a_reset_and_a_reset_begins_anew() -> None:
     module = static(Stack(1))
     with pytest.warns(UserWarning, match=r"with gradients.*call torch\.compiler\.reset\(\) after raising it"):
@@ -235,6 +237,7 @@ def test_actor_reference_and_critic_of_one_class() -> None:
     assert "recompile_limit" not in uncompiled()
 
 
+@pytest.mark.slow
 def test_autocast_switched_on_and_off() -> None:
     module = static(Stack(1))
     for _ in range(2):
@@ -343,6 +346,7 @@ def test_a_generator() -> None:
 # -- nothing to tell ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_is_compiled_is_not_counted() -> None:
     model = Halves(half=1)  # with a graph break
     frozen = static(Stack(1).requires_grad_(False))

@@ -54,6 +54,7 @@ def gradients(model: nn.Module, call: Callable[[Tensor], Any], use: Uses) -> dic
     return {**found, "x": x.grad}
 
 
+@pytest.mark.slow_except("the loss alone", "twice", "a hook")
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 def test_gradients_are_those_of_eager(use: Uses) -> None:
     torch.manual_seed(0)

@@ -61,8 +61,11 @@ Worlds = Callable[[int, str], list[Found]]
 
 
 @pytest.fixture(scope="session")
-def worlds(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Worlds:
-    """What the ranks of a world found in a case. A world is started once, whichever worker needs it first."""
+def worlds(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Worlds:
+    """What the ranks of a world found in a case. A world is started once, whichever worker needs it first, and runs the
+    cases of the tests that are to run."""
+    items = [item for item in request.session.items if "worlds" in getattr(item, "fixturenames", ())]
+    wanted = {item.callspec.params["case"] for item in items}  # pyright: ignore[reportAttributeAccessIssue]
     base = tmp_path_factory.getbasetemp()
     shared = base if worker_id == "master" else base.parent
     ended: dict[int, list[Ended]] = {}
@@ -75,7 +78,8 @@ def worlds(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Worlds:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 kept = folder / "ended"
                 if not kept.exists():
-                    kept.write_bytes(pickle.dumps(launch(folder, world, WORLDS[world])))
+                    cases = [case for case in WORLDS[world] if case in wanted]
+                    kept.write_bytes(pickle.dumps(launch(folder, world, cases)))
                 ended[world] = pickle.loads(kept.read_bytes())
         return [rank.found(case) for rank in ended[world]]
 
@@ -119,6 +123,7 @@ FAR = {"fsdp2.mixed_precision": 0.03}
 SHARDED = ("fsdp2.", "wrapped.fsdp1")
 
 
+@pytest.mark.slow_except("fsdp2.compiled_before", "wrapped.compiled_ddp", "tensor.tensor_layers")
 @pytest.mark.parametrize("case", FLIPPED)
 def test_offloading_changes_no_bit_and_no_collective(worlds: Worlds, case: str) -> None:
     for found in worlds(2, case):
@@ -128,14 +133,17 @@ def test_offloading_changes_no_bit_and_no_collective(worlds: Worlds, case: str) 
             assert found["bytes_unsharded"] == 0
 
 
-def test_flat_parameters_of_fsdp1_run_uncompiled(worlds: Worlds) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [NOT_COMPILED])
+def test_flat_parameters_of_fsdp1_run_uncompiled(worlds: Worlds, case: str) -> None:
     """Dynamo leaves modules alone whose parameters FSDP1 keeps to itself."""
-    for found in worlds(2, NOT_COMPILED):
+    for found in worlds(2, case):
         assert found["differing"] == []
         assert found["from_eager"] == found["num_compiled"] == found["bytes_offloaded"] == 0
         assert_same_collectives(found)
 
 
+@pytest.mark.slow_except("fsdp2.planned")
 @pytest.mark.parametrize("case", FOLLOWED)
 def test_a_plan_for_the_step_is_followed(worlds: Worlds, case: str) -> None:
     for found in worlds(2, case):
@@ -148,6 +156,7 @@ def test_a_plan_for_the_step_is_followed(worlds: Worlds, case: str) -> None:
         assert ("recompute" in found["actions"]) == recomputes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", PLANNED_GRAPHS)
 def test_plans_of_graphs_compute_no_collective_again(worlds: Worlds, case: str) -> None:
     for found in worlds(2, case):
@@ -159,6 +168,7 @@ def test_plans_of_graphs_compute_no_collective_again(worlds: Worlds, case: str) 
         assert_same_collectives(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", WORLDS[4])
 def test_on_a_mesh_of_two_dimensions(worlds: Worlds, case: str) -> None:
     """Of 2 x 2: sequence parallelism with FSDP2, and FSDP2 that replicates (HSDP)."""
@@ -174,9 +184,11 @@ def test_on_a_mesh_of_two_dimensions(worlds: Worlds, case: str) -> None:
 # -- ranks that do not do the same -------------------------------------------------------------------------------------
 
 
-def test_fxoffload_on_one_rank_alone(worlds: Worlds) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["ranks.fxoffload_on_one_rank"])
+def test_fxoffload_on_one_rank_alone(worlds: Worlds, case: str) -> None:
     """Whatever it would exchange with the others, they would not answer."""
-    mine, other = worlds(2, "ranks.fxoffload_on_one_rank")
+    mine, other = worlds(2, case)
     assert 0 < mine["moved"][-1] < mine["moved"][0]
     assert mine["num_variants"] > 0
     assert other["moved"] == [0] * len(mine["moved"])
@@ -186,8 +198,10 @@ def test_fxoffload_on_one_rank_alone(worlds: Worlds) -> None:
         assert_same_collectives(found)
 
 
-def test_one_rank_compiles_and_plans_again(worlds: Worlds) -> None:
-    mine, other = worlds(2, "ranks.other_length_on_one_rank")
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["ranks.other_length_on_one_rank"])
+def test_one_rank_compiles_and_plans_again(worlds: Worlds, case: str) -> None:
+    mine, other = worlds(2, case)
     assert (mine["compiled_later"], other["compiled_later"]) == (1, 0)
     assert (mine["num_plans"], other["num_plans"]) == (2, 1)
     assert len(set(other["moved"])) == 1
@@ -199,8 +213,9 @@ def test_one_rank_compiles_and_plans_again(worlds: Worlds) -> None:
         assert_same_collectives(found)
 
 
-def test_unequal_lengths(worlds: Worlds) -> None:
-    both = worlds(2, "ranks.unequal_lengths")
+@pytest.mark.parametrize("case", ["ranks.unequal_lengths"])
+def test_unequal_lengths(worlds: Worlds, case: str) -> None:
+    both = worlds(2, case)
     for found in both:
         assert found["differing"] == []
         assert found["from_eager"] < 1e-5
@@ -209,8 +224,9 @@ def test_unequal_lengths(worlds: Worlds) -> None:
     assert all(0 < a < b for a, b in zip(both[0]["moved"], both[1]["moved"], strict=True))
 
 
-def test_check_ranks(worlds: Worlds) -> None:
-    first, second = worlds(2, "ranks.checked")
+@pytest.mark.parametrize("case", ["ranks.checked"])
+def test_check_ranks(worlds: Worlds, case: str) -> None:
+    first, second = worlds(2, case)
     for name in first.keys() - {"seconds"}:
         assert first[name] == second[name], "ranks are told different things"
     found: dict[str, Any] = first
