@@ -24,6 +24,7 @@ from fxoffload.compiler import told
 from fxoffload.compiler.batch_sizes import BatchSizes, depends_on_data
 from fxoffload.compiler.build import Builder
 from fxoffload.compiler.calibration import Recalibration
+from fxoffload.compiler.call_choice import CallChoice
 from fxoffload.compiler.callables import (
     counted,
     retainable,
@@ -617,31 +618,7 @@ class CompileSession:
         tracked.reserved_bytes = reserved
         tracked.may_record = "allocator_record" not in self.disabled
         tracked.may_trim = "host_trim" not in self.disabled and not is_dynamic(state)
-        variants, own = self._variants, self._plan_box
-        is_told: list[bool] = []
-        is_in_order = list(built.order) == list(range(len(built.order)))
-
-        def decide(args: list[Any]) -> Choice:
-            instead = tracked.followed
-            if instead is not None and instead.variant:
-                if graph.may_follow() or graph.may_keep():
-                    return variants.in_order(instead)
-                instead = None
-            if by_size is not None and graph.may_follow():
-                instead = by_size.choice(args)
-            chosen = instead if instead is not None and graph.may_keep() else graph.choose(instead)
-            return chosen if is_in_order else replace(chosen, offload=[chosen.offload[i] for i in built.order])
-
-        def clock(args: list[Any]) -> SegmentClock | None:
-            """The clock, for calls of the step that was planned."""
-            replan = self._replan
-            if tracked.followed is not None and own is not None and not is_told:
-                is_told.append(True)
-                own.update(summary=f"{own.plan.summary}; since then planned together with other graphs of its step")
-                if replan is not None:
-                    replan.stop()  # the plan over several graphs is measured instead
-            return None if replan is None or (by_size is not None and not by_size.is_planned(args)) else replan.poll()
-
+        calls = CallChoice(graph, tracked, self._variants, built.order, by_size)
         self._alike["forward"] = {name: id(call.fn) for name, call in state.modules.items()}
         if self._planned is not None and self._plan_box is not None:
             budgets = self._runtime.budgets
@@ -655,7 +632,7 @@ class CompileSession:
             about = (graph, self._planned, self._plan_box, self._planned.objective, self._alike)
             if "calibration" not in self.disabled:
                 records = "allocator_record" not in self.disabled
-                self._replan = replan_for(*about, self.device, pin, records)
+                self._replan = calls.replan = replan_for(*about, self.device, pin, records)
             if self._meter is not None:
                 self._calibration = calibration_of(*about, pin) if self._replan is None else self._replan.calibration
         if planned is not None and self._objective.budget_bytes is not None:
@@ -663,7 +640,7 @@ class CompileSession:
             calibration = self._calibration if self._replan is None else self._replan.calibration
             if calibration is not None:
                 calibration.control = tracked.control
-        forward = forward_callable(built.program, decide, self._hooks, clock, tracked, variants)
+        forward = forward_callable(built.program, calls.decide, self._hooks, calls.clock, tracked, self._variants)
         if self._plan_box is not None:
             forward = watching(forward, graph.outputs, self._num_user_outputs)
         return when_ready(forward, self._builder.pending)
