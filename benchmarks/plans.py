@@ -17,7 +17,7 @@ _PLANNED = re.compile(r"planned in ([\d.]+) s: (\d+) partitionings")
 def join_planning() -> None:
     """Wait for the threads on which fxoffload plans during steps."""
     for thread in threading.enumerate():
-        if thread.name in ("fxoffload-tape-plan", "fxoffload-replan"):
+        if thread.name in ("fxoffload-chain-plan", "fxoffload-replan"):
             thread.join()
 
 

@@ -64,7 +64,8 @@ def _compile(
     disabled = frozenset(chosen.disable) | disabled_pieces()
     # Imported here: Inductor takes seconds to import, and plain `import fxoffload` should not.
     from fxoffload.compiler.parameter_inputs import parameters_of
-    from fxoffload.compiler.session import CompileSession, compile_plain
+    from fxoffload.compiler.plain import compile_plain
+    from fxoffload.compiler.session import CompileSession
     from fxoffload.torch_private.aot_autograd import aot_config_patch
     from fxoffload.torch_private.inductor import compile_fx, inductor_config
 

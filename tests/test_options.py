@@ -85,7 +85,7 @@ def test_a_bad_value_says_what_is_accepted(field: str, value: object, message: s
 
 @pytest.mark.parametrize("field", ["activation_budget", "max_slowdown"])
 @pytest.mark.parametrize("policy", ["keep_all", "offload_all"])
-def test_a_goal_needs_a_plan(field: str, policy: str) -> None:
+def test_an_objective_needs_a_plan(field: str, policy: str) -> None:
     with pytest.raises(ValueError, match=f"{field} is set and policy is '{policy}', which plans nothing"):
         Options.from_torch_compile(None, {field: 1, "policy": policy})
 

@@ -10,8 +10,7 @@ import contextlib
 import functools
 import itertools
 import logging
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,18 +20,28 @@ import torch.fx as fx
 from fxoffload import tell
 from fxoffload.analysis.recompute_rules import OFFLOADED
 from fxoffload.compiled_graph import CompiledGraph, note_plain, register
+from fxoffload.compiler import told
 from fxoffload.compiler.batch_sizes import BatchSizes, depends_on_data
 from fxoffload.compiler.build import Builder
 from fxoffload.compiler.calibration import Recalibration
+from fxoffload.compiler.call_choice import CallChoice
+from fxoffload.compiler.callables import (
+    counted,
+    retainable,
+    tracked_plain,
+    tracked_plain_backward,
+    watching,
+    when_ready,
+)
 from fxoffload.compiler.chain_graphs import ChainSettings, Checkpointed, GraphDescription, describe_graph, is_dynamic
 from fxoffload.compiler.graph_budget import GraphBudget, PlannedGraph
-from fxoffload.compiler.kernels import PendingKernels
 from fxoffload.compiler.measure_ops import measure_ops
 from fxoffload.compiler.measure_segments import RanSegments, measure_segments
 from fxoffload.compiler.measuring import Allowance, allowance_of_step, note_estimated, reason_of
 from fxoffload.compiler.parameter_inputs import parameters_in_joint
 from fxoffload.compiler.partitioning import Partition, PartitionSettings, copy_graph
 from fxoffload.compiler.pipeline import BackwardState, ForwardState
+from fxoffload.compiler.plain import compile_plain
 from fxoffload.compiler.plan_chain import plan_chain
 from fxoffload.compiler.planning import (
     FEW_POINTS,
@@ -56,7 +65,6 @@ from fxoffload.machine.meters import Meter, meter_for
 from fxoffload.options import Options
 from fxoffload.passes.annotate_layers import AnnotateLayers, LayerReport
 from fxoffload.passes.checkpointed import clear_plain_checkpointing, num_checkpointed
-from fxoffload.passes.find_candidates import SMALL
 from fxoffload.passes.open_regions import OpenRegions
 from fxoffload.passes.runner import PassEntry, run_passes
 from fxoffload.passes.tag_recompute import TagRecompute, TagReport
@@ -70,22 +78,19 @@ from fxoffload.planner.windows import no_windows
 from fxoffload.processes import processes_on_this_machine
 from fxoffload.progress import working
 from fxoffload.runtime.engine import engine_for
-from fxoffload.runtime.executor import backward_callable, clone_as_laid_out, forward_callable, no_clock
+from fxoffload.runtime.executor import backward_callable, forward_callable, no_clock
 from fxoffload.runtime.host_memory.arena import block_bytes
 from fxoffload.runtime.layout import HookWatch
 from fxoffload.runtime.profiler.segment_clock import SegmentClock
-from fxoffload.runtime.tracker.outputs import Outputs
-from fxoffload.runtime.tracker.own_plan import IS_PLAIN, OwnPlan, saved_of_its_own
+from fxoffload.runtime.tracker.own_plan import IS_PLAIN, OwnPlan
 from fxoffload.runtime.tracker.tracked_graph import TrackedGraph
 from fxoffload.runtime.variant import Variants
-from fxoffload.sizes import format_bytes
 from fxoffload.step.choice import Choice
 from fxoffload.step.offload_candidate import OffloadCandidate
 from fxoffload.step.readings import Phase
 from fxoffload.torch_private.aot_autograd import take_donated_placeholders
-from fxoffload.torch_private.autograd import backward_keeps_graph
-from fxoffload.torch_private.graphs import boxed, boxed_eager, calls_graph
-from fxoffload.torch_private.inductor import CustomPartitionerFn, compile_fx_inner, inductor_config
+from fxoffload.torch_private.graphs import boxed, calls_graph
+from fxoffload.torch_private.inductor import CustomPartitionerFn
 from fxoffload.torch_private.partitioner import (
     default_partition,
     put_opaque_values_last,
@@ -216,14 +221,14 @@ class CompileSession:
             with tags_decide() if self._chooses() else contextlib.nullcontext():
                 return base(gm, joint_inputs, **kwargs)
         self._num_user_outputs = kwargs["num_fwd_outputs"]
-        told = kwargs.get("static_lifetime_input_indices") or ()
-        self._static_inputs = parameters_in_joint(gm, self._parameters, told)
+        static = kwargs.get("static_lifetime_input_indices") or ()
+        self._static_inputs = parameters_in_joint(gm, self._parameters, static)
         self._must_offload = any(n.meta.get("recompute") in OFFLOADED for n in gm.graph.nodes)
         state = _JointState(gm, "default" if self.options.recompute == "auto" else self.options.recompute)
 
         chooses = self._chooses()
         if chooses and (ignored := take_partitioner_choices(gm)):
-            _say_that_the_plan_wins(", ".join(f"{name} ({value})" for name, value in ignored.items()))
+            told.the_plan_wins(", ".join(f"{name} ({value})" for name, value in ignored.items()))
 
         def split(joint: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
             with tags_decide() if chooses else contextlib.nullcontext():
@@ -318,11 +323,7 @@ class CompileSession:
             return False
         if self._objective.budget_bytes is None or not depends_on_data(joint):
             return True
-        tell.warn(
-            f"expected sizes that are known before a step runs, to plan for an activation_budget of "
-            f"{format_bytes(self._objective.budget_bytes)}; found activations whose sizes depend on data (experts "
-            "without a capacity, say). All that may move is offloaded, and the budget is not checked",
-        )
+        told.sizes_depend_on_data(self._objective.budget_bytes)
         return False
 
     def partition_settings(self) -> PartitionSettings:
@@ -451,7 +452,7 @@ class CompileSession:
                 tracked.own_plan = OwnPlan(own.plan.predicted.peak_bytes, self._own_budget or 0, reason)
             return
         if reason:
-            self._warn_of_the_budget(reason)
+            told.no_common_plan(self._objective.budget_bytes, reason)
             return
         variant_maker = self.variant_maker_of(Compiled(forward.graph, forward.state, backward, forward.kwargs, kwargs))
         if (
@@ -478,7 +479,7 @@ class CompileSession:
             if own is not None and is_promised:
                 tracked.own_plan = OwnPlan(own.plan.predicted.peak_bytes, self._own_budget or 0, str(error))
             else:
-                self._warn_of_the_budget(str(error))
+                told.no_common_plan(self._objective.budget_bytes, str(error))
             return
         if found is not None:
             found = (self._with_measured_segments(found[0], backward), found[1])
@@ -492,9 +493,9 @@ class CompileSession:
                 tracked.planner = plan_chain
                 tracked.may_follow, tracked.may_keep = forward.graph.may_follow, forward.graph.may_keep
                 if budget is not None:
-                    tracked.gives_up = functools.partial(_warn_of_irregular_steps, budget)
+                    tracked.gives_up = functools.partial(told.irregular_steps, budget)
                 elif is_checkpointed:
-                    tracked.gives_up = _say_that_checkpointing_stays
+                    tracked.gives_up = told.checkpointing_stays
 
             if own is not None:
                 tracked.edges = found[1]
@@ -515,14 +516,6 @@ class CompileSession:
         return replace(
             description, step=step, estimate=description.step, basis="segments" if ran.are_all else description.basis
         )
-
-    def _warn_of_the_budget(self, reason: str) -> None:
-        if self._objective.budget_bytes is not None:
-            tell.warn(
-                "expected graphs that can be planned together, for an activation_budget of "
-                f"{format_bytes(self._objective.budget_bytes)}; found one that cannot: {reason}. In steps with it all "
-                "that may move is offloaded, and the budget is not checked",
-            )
 
     def inner_compile(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
@@ -569,13 +562,13 @@ class CompileSession:
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], kwargs: GraphKwargs
     ) -> Callable[[list[Any]], Any]:
         state = self._builder.find(gm, self._num_user_outputs, self._static_inputs)
-        self._count_skipped(state)
+        told.skipped(state)
         if not state.saved.candidates or "offload" in self.disabled:
             self._plain = True
             if "offload" in self.disabled:
                 note_plain("the piece offload is switched off")
             else:
-                self._tell_nothing_moves(state)
+                told.nothing_moves(state, self.options)
             return self._compile_plain(gm, example_inputs, kwargs)
         donatable = frozenset(take_donated_placeholders())
         self._builder.lower(state)
@@ -625,31 +618,7 @@ class CompileSession:
         tracked.reserved_bytes = reserved
         tracked.may_record = "allocator_record" not in self.disabled
         tracked.may_trim = "host_trim" not in self.disabled and not is_dynamic(state)
-        variants, own = self._variants, self._plan_box
-        is_told: list[bool] = []
-        is_in_order = list(built.order) == list(range(len(built.order)))
-
-        def decide(args: list[Any]) -> Choice:
-            instead = tracked.followed
-            if instead is not None and instead.variant:
-                if graph.may_follow() or graph.may_keep():
-                    return variants.in_order(instead)
-                instead = None
-            if by_size is not None and graph.may_follow():
-                instead = by_size.choice(args)
-            chosen = instead if instead is not None and graph.may_keep() else graph.choose(instead)
-            return chosen if is_in_order else replace(chosen, offload=[chosen.offload[i] for i in built.order])
-
-        def clock(args: list[Any]) -> SegmentClock | None:
-            """The clock, for calls of the step that was planned."""
-            replan = self._replan
-            if tracked.followed is not None and own is not None and not is_told:
-                is_told.append(True)
-                own.update(summary=f"{own.plan.summary}; since then planned together with other graphs of its step")
-                if replan is not None:
-                    replan.stop()  # the plan over several graphs is measured instead
-            return None if replan is None or (by_size is not None and not by_size.is_planned(args)) else replan.poll()
-
+        calls = CallChoice(graph, tracked, self._variants, built.order, by_size)
         self._alike["forward"] = {name: id(call.fn) for name, call in state.modules.items()}
         if self._planned is not None and self._plan_box is not None:
             budgets = self._runtime.budgets
@@ -663,7 +632,7 @@ class CompileSession:
             about = (graph, self._planned, self._plan_box, self._planned.objective, self._alike)
             if "calibration" not in self.disabled:
                 records = "allocator_record" not in self.disabled
-                self._replan = replan_for(*about, self.device, pin, records)
+                self._replan = calls.replan = replan_for(*about, self.device, pin, records)
             if self._meter is not None:
                 self._calibration = calibration_of(*about, pin) if self._replan is None else self._replan.calibration
         if planned is not None and self._objective.budget_bytes is not None:
@@ -671,10 +640,10 @@ class CompileSession:
             calibration = self._calibration if self._replan is None else self._replan.calibration
             if calibration is not None:
                 calibration.control = tracked.control
-        forward = forward_callable(built.program, decide, self._hooks, clock, tracked, variants)
+        forward = forward_callable(built.program, calls.decide, self._hooks, calls.clock, tracked, self._variants)
         if self._plan_box is not None:
-            forward = _watching(forward, graph.outputs, self._num_user_outputs)
-        return _when_ready(forward, self._builder.pending)
+            forward = watching(forward, graph.outputs, self._num_user_outputs)
+        return when_ready(forward, self._builder.pending)
 
     def _control(self, graph: CompiledGraph, state: ForwardState, by_size: ScheduleBySize | None) -> GraphBudget:
         """The control that holds a graph with a plan of its own to its budget."""
@@ -752,25 +721,6 @@ class CompileSession:
 
         return boxed(backward)
 
-    def _tell_nothing_moves(self, state: ForwardState) -> None:
-        """Loudly where all was to be offloaded, and only the sizes are in the way."""
-        skipped = Counter(s.reason for s in state.saved.skipped if not s.reason.startswith("parameter"))
-        found = ", ".join(f"{n} {reason}" for reason, n in skipped.items()) or "none but parameters"
-        log.info("nothing to offload in a graph, plain Inductor. It saves %s", found)
-        note_plain(f"nothing in it may be offloaded: it saves {found}")
-        if self.options.policy == "offload_all" and set(skipped) == {SMALL}:
-            tell.warn_once(
-                "small",
-                f"expected values to offload, as policy='offload_all' asks, found a graph that saves {found} "
-                f"({format_bytes(self.options.min_bytes)}): it is compiled as plain Inductor. Lower min_bytes to move "
-                "them too",
-            )
-
-    def _count_skipped(self, state: ForwardState) -> None:
-        for item in state.saved.skipped:
-            counters.add_reason("bytes_skipped", item.reason, item.nbytes or 0)
-            log.debug("keeps %s (%s bytes): %s", item.name, item.nbytes, item.reason)
-
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def _compile_backward(self, gm: fx.GraphModule, kwargs: GraphKwargs) -> Callable[[list[Any]], Any]:
@@ -789,7 +739,7 @@ class CompileSession:
         forward.graph.outputs.zeros = zeros_of(gm)
         self.makes_zeros = bool(forward.graph.outputs.zeros)
         run = backward_callable(program, self._hooks, clock, self._tracked, self._variants)
-        return _counted(self._settling(run), forward.graph)
+        return counted(self._settling(run), forward.graph)
 
     # -- before the first step ---------------------------------------------------------------------------------------
 
@@ -848,51 +798,23 @@ class CompileSession:
     def _compile_plain(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], kwargs: GraphKwargs
     ) -> Callable[[list[Any]], Any]:
-        is_backward = kwargs.get("is_backward")
+        is_backward, calls = kwargs.get("is_backward"), engine_for(self.device).calls
         if is_backward and any(map(calls_graph, gm.graph.nodes)):
             take_donated_placeholders()
         run = compile_plain(gm, example_inputs, inner=self.options.inner, **kwargs)
         if is_backward:
             overwritten = take_donated_placeholders()
-            run = _retainable(run, overwritten if self.options.inner == "inductor" else ())
-            run = run if self._watched_graph is None else self._until_its_end(run, self._watched_graph)
+            run = retainable(run, overwritten if self.options.inner == "inductor" else ())
+            run = run if self._watched_graph is None else tracked_plain_backward(run, self._watched_graph, calls)
         elif self._plan_box is not None and self._objective.budget_bytes is not None and not kwargs.get("is_inference"):
             predicted = self._plan_box.plan.predicted.peak_bytes
             self._watched_graph = OwnPlan(predicted, self._objective.budget_bytes, IS_PLAIN)
-            run = self._watched(run, self._watched_graph)
+            run = tracked_plain(run, self._watched_graph, calls, self._num_user_outputs)
         if self._plan_box is not None:
             # The plan lives as long as the code that follows it.
             with contextlib.suppress(AttributeError):
                 run._fxoffload_plan = self._plan_box  # type: ignore[attr-defined]
         return run
-
-    def _watched(self, run: Callable[[list[Any]], Any], graph: OwnPlan) -> Callable[[list[Any]], Any]:
-        """``run``, a forward, of which the device's calls know until its backward."""
-        calls, num_user_outputs = engine_for(self.device).calls, self._num_user_outputs
-        own: list[int | None] = []  # the position of a result that is saved, as the first call found it
-
-        def forward(args: list[Any]) -> Any:
-            calls.plain_forward_begins(graph)
-            given = () if own else tuple(args)  # the callee empties the list
-            results = run(args)
-            if not own:
-                own.append(saved_of_its_own(given, results, num_user_outputs))
-            if own[0] is not None:
-                calls.plain_forward_ends(graph, results[own[0]])
-            return results
-
-        return boxed(forward)
-
-    def _until_its_end(self, run: Callable[[list[Any]], Any], graph: OwnPlan) -> Callable[[list[Any]], Any]:
-        """``run``, its backward."""
-        calls = engine_for(self.device).calls
-
-        def backward(args: list[Any]) -> Any:
-            results = run(args)
-            calls.plain_backward_ends(graph)
-            return results
-
-        return boxed(backward)
 
     def _give_up(self, error: Exception) -> None:
         """Raise, or go on with plain Inductor where the user asked for it."""
@@ -906,88 +828,3 @@ class CompileSession:
             "fxoffload could not handle a graph and compiles it as plain Inductor (on_error='fallback'): "
             f"{in_brief(error)}",
         )
-
-
-def _counted(run: Callable[[list[Any]], Any], graph: CompiledGraph) -> Callable[[list[Any]], Any]:
-    """``run``, a backward, whose calls are counted."""
-
-    def backward(args: list[Any]) -> Any:
-        results = run(args)
-        graph.num_backwards += 1
-        return results
-
-    return boxed(backward)
-
-
-def _say_that_the_plan_wins(ignored: str) -> None:
-    tell.warn_once(
-        ("torch's settings", ignored),
-        f"expected one place that chooses what is saved and recomputed, found torch's own settings beside fxoffload: "
-        f"{ignored}. fxoffload's choice holds, and they have no effect. For less memory set "
-        "options={'activation_budget': ...}; to leave the choice to torch use policy='keep_all' or 'offload_all'",
-    )
-
-
-def _say_that_checkpointing_stays() -> None:
-    log.info("no two steps were alike: activation checkpointing of graphs of one layer goes on being obeyed")
-
-
-def _warn_of_irregular_steps(budget_bytes: int) -> None:
-    tell.warn(
-        "expected steps that run the same compiled graphs, each once, and then their backwards in reverse, to plan for "
-        f"an activation_budget of {format_bytes(budget_bytes)}; found none that came twice in a row. Such steps run "
-        "without a plan for all of them, and the budget is not checked",
-    )
-
-
-def _when_ready(run: Callable[[list[Any]], Any], pending: PendingKernels) -> Callable[[list[Any]], Any]:
-    """``run``, which must not start on unfinished kernels. They are finished when the backward is compiled; should
-    AOTAutograd not compile it ahead of the first step, the first call waits."""
-
-    def call(args: list[Any]) -> Any:
-        if pending:
-            pending.finish(save=False)
-        return run(args)
-
-    return boxed(call)
-
-
-def _watching(run: Callable[[list[Any]], Any], outputs: Outputs, count: int) -> Callable[[list[Any]], Any]:
-    """``run``, a forward, whose ``count`` leading results are its caller's ``outputs``."""
-
-    def forward(args: list[Any]) -> Any:
-        results = run(args)
-        outputs.made(results[:count])
-        return results
-
-    return boxed(forward)
-
-
-def _retainable(run: Callable[[list[Any]], Any], overwritten: Collection[int]) -> Callable[[list[Any]], Any]:
-    """A plain backward that may run again. Inductor lets it overwrite what only it reads, and AOTAutograd would refuse
-    ``retain_graph=True`` for that, depending on what a plan did to the graph: it overwrites copies instead.
-
-    Args:
-        run: the backward.
-        overwritten: positions of arguments that it may overwrite.
-    """
-
-    def backward(args: list[Any]) -> Any:
-        if backward_keeps_graph():
-            for i in overwritten:
-                if isinstance(args[i], torch.Tensor):
-                    args[i] = clone_as_laid_out(args[i])
-        return run(args)
-
-    return boxed(backward)
-
-
-def compile_plain(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], *, inner: str, **kwargs: Any
-) -> Callable[[list[Any]], Any]:
-    """Compile a whole graph without touching it. ``kwargs``: as for ``compile_fx_inner``."""
-    if inner == "aot_eager":
-        return boxed_eager(gm)
-    # A custom partitioner in the configuration would keep the graph out of Inductor's cache.
-    with inductor_config.patch(custom_partitioner_fn=None):
-        return compile_fx_inner(gm, example_inputs, **kwargs)  # type: ignore[return-value]

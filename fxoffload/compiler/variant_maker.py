@@ -183,7 +183,7 @@ class VariantMaker:
 
     def _make(self, points: Points) -> PlannedVariant | None:
         try:
-            with self._surroundings.again(compiles=False):
+            with self._surroundings.restored(compiles=False):
                 return self._describe(make_partitioning(self._source.joint, points, self._partition, self._settings))
         except _Unfit as reason:
             log.debug("no variant: %s", reason)
@@ -260,7 +260,7 @@ class VariantMaker:
             try:
                 # An entry of Inductor's cache may assume more of sizes than this graph does, and yet be taken for it.
                 cache = inductor_config.patch(fx_graph_cache=False) if self._varies else contextlib.nullcontext()
-                with self._surroundings.again(compiles=True), cache:
+                with self._surroundings.restored(compiles=True), cache:
                     compiled, described = self._compile(number, variant)
             except BaseException:
                 with self._lock:

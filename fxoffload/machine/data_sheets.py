@@ -58,7 +58,7 @@ PCIE4 = SheetLink(name="PCIe 4 x16", peak_gb_per_s=31.5, reached=(25 / 31.5, 25 
 # 375 back. Both at once share the host's memory, of which STREAM took 486 GB/s there: 243 each way.
 NVLINK_C2C = SheetLink(name="NVLink-C2C", peak_gb_per_s=450.0, reached=(297 / 450, 375 / 450, 243 / 450, 243 / 450))
 
-# NVIDIA's data sheets: A100 (2021), H100 (2022), GH200 (2023), H200 (2024), DGX B200 (2024; an eighth of its sums).
+# NVIDIA's data sheets: A100 (2021), H100 (2022), GH200 (2023), H200 (2024), Blackwell (HGX B200, per GPU; 2024).
 H200 = DataSheet(
     device_name="NVIDIA H200",
     memory_gib=141,
@@ -74,7 +74,7 @@ GH200 = replace(H200, device_name="NVIDIA GH200 480GB", memory_gib=96, memory_gb
 B200 = DataSheet(
     device_name="NVIDIA B200",
     memory_gib=180,
-    memory_gb_per_s=8000,
+    memory_gb_per_s=7700,
     half=2250,
     tf32=1125,
     float32=75,

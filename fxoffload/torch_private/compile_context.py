@@ -85,7 +85,7 @@ class Surroundings:
         return written or bool(self.metadata.tokens)
 
     @contextlib.contextmanager
-    def again(self, *, compiles: bool) -> Iterator[None]:
+    def restored(self, *, compiles: bool) -> Iterator[None]:
         """Within it one may partition, and compile if so said, on any thread, whatever that thread is doing.
 
         Code that is compiled already is left as it is.

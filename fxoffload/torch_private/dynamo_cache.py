@@ -43,10 +43,10 @@ def forgotten(backend: Callable[..., Any]) -> Iterator[None]:
 
     It also forgets its decisions about code that it had not seen before. Code compiled with other backends stays.
 
-    Stands for Dynamo's lists of compiled forms: code that has none but these is reset. Where others are there too,
-    Dynamo can only mark a form as invalid.
+    Stands for Dynamo's lists of compiled forms: code that has none but these is reset, and was never seen. Where others
+    are there too, Dynamo can only mark a form as invalid.
 
-    Needed by torch 2.11 to 2.14.
+    Needed by torch 2.11 to 2.14: ``_debug_get_cache_entry_list``, ``reset_code``, ``input_codes``.
     """
     before = {id(code) for code in _codes()}
     try:
@@ -57,6 +57,7 @@ def forgotten(backend: Callable[..., Any]) -> Iterator[None]:
             mine = [e for e in entries if innermost(e.backend) is backend]
             if len(mine) == len(entries) and (mine or id(code) not in before):
                 eval_frame.reset_code(code)  # pyright: ignore[reportPrivateImportUsage]
+                _forget(code)
             else:
                 for entry in mine:
                     _invalidate(entry)
@@ -65,6 +66,14 @@ def forgotten(backend: Callable[..., Any]) -> Iterator[None]:
 def _codes() -> list[Any]:
     """The code that Dynamo has looked at."""
     return [code for ref in convert_frame.input_codes.seen if (code := ref()) is not None]
+
+
+def _forget(code: Any) -> None:
+    """Or the next plan would take a decision that Dynamo makes about it (to skip it, for a graph break in a loop) for
+    the process' own, and leave it."""
+    codes = convert_frame.input_codes
+    codes.seen[:] = [ref for ref in codes.seen if ref() is not code]
+    codes.seen_ids.discard(id(code))
 
 
 def _invalidate(entry: Any) -> None:

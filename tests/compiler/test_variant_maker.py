@@ -127,7 +127,7 @@ def test_points_go_from_least_to_most_recomputation() -> None:
         assert len(saved) > 2 and saved == sorted(set(saved), reverse=True)
 
 
-def test_a_draft_changes_nothing_and_says_what_it_saves() -> None:
+def test_a_planned_variant_changes_nothing_and_says_what_it_saves() -> None:
     forced = Forced(compiles=False)
     tracked = forced.order[1]
     mine, graph = variant_maker_of(tracked), part_of(tracked).graph
@@ -178,7 +178,7 @@ def test_edges_name_inputs_that_only_a_variant_may_save() -> None:
 
 
 @pytest.mark.slow
-def test_without_the_piece_there_is_no_recipe() -> None:
+def test_without_the_piece_there_is_no_variant_maker() -> None:
     for changes in ({"disable": ("tape_recompute",)}, {"recompute": "cheap"}):
         torch.compiler.reset()
         found = sites_of(Layers(2), torch.randn(2, 12, 16), **changes)
@@ -187,7 +187,7 @@ def test_without_the_piece_there_is_no_recipe() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"policy": "offload_all"}, {"disable": ("tape_plan",)}])
-def test_a_graph_that_joins_no_tape_has_no_part(changes: dict[str, Any]) -> None:
+def test_a_graph_that_joins_no_chain_has_no_description(changes: dict[str, Any]) -> None:
     with mock.patch.object(variant_maker, "VariantMaker") as made:
         assert [s.description for s in sites_of(Layers(2), torch.randn(2, 12, 16), **changes)] == [None, None]
     made.assert_not_called()
@@ -653,7 +653,7 @@ def test_settings_are_the_users_own_objects() -> None:
 
 
 @pytest.mark.slow
-def test_a_graph_without_a_recipe_has_a_part(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_graph_without_a_variant_maker_has_a_description(caplog: pytest.LogCaptureFixture) -> None:
     with (
         caplog.at_level(logging.WARNING, "fxoffload"),
         mock.patch("fxoffload.compiler.session.variant_maker_for", side_effect=TypeError("on purpose")),
@@ -664,7 +664,7 @@ def test_a_graph_without_a_recipe_has_a_part(caplog: pytest.LogCaptureFixture) -
 
 
 @pytest.mark.slow
-def test_a_draft_patches_no_settings_that_are_the_same() -> None:
+def test_a_planned_variant_patches_no_settings_that_are_the_same() -> None:
     """Up to torch 2.11, a patch is seen by all threads; a partitioning reads no other settings of the backend."""
     from torch._inductor import config
 
@@ -677,7 +677,7 @@ def test_a_draft_patches_no_settings_that_are_the_same() -> None:
 
 
 @pytest.mark.slow
-def test_a_draft_sees_the_settings_that_the_partitioner_reads() -> None:
+def test_a_planned_variant_sees_the_settings_that_the_partitioner_reads() -> None:
     import torch._functorch.config as functorch_config
 
     forced = Forced(compiles=False)

@@ -62,7 +62,7 @@ def budget(rank: Rank) -> Found:
             model.zero_grad(set_to_none=True)
             peaks.append(peak_of(rank, lambda x=x: ddp(x).backward()))
             took.append(fxoffload.stats().bytes_offloaded)
-            join("fxoffload-tape-plan", "fxoffload-replan")
+            join("fxoffload-chain-plan", "fxoffload-replan")
     plans = [p for p in fxoffload.plans() if p.graph not in known]
     wrong = []
     for schedule in range(SCHEDULES):

@@ -85,7 +85,7 @@ def streams() -> CudaCopies:
 
 
 def join(*names: str) -> None:
-    """Wait for the threads of these names: of plans, "fxoffload-tape-plan" and "fxoffload-replan"."""
+    """Wait for the threads of these names: of plans, "fxoffload-chain-plan" and "fxoffload-replan"."""
     for thread in threading.enumerate():
         if thread.name in names:
             thread.join()

@@ -99,7 +99,7 @@ def batch(length: int, width: int, device: str, dtype: torch.dtype) -> Tensor:
 def wait_for_plans() -> None:
     """Until no plan is being made: a plan in the making takes memory that it gives back."""
     for thread in threading.enumerate():
-        if thread.name == "fxoffload-tape-plan":
+        if thread.name == "fxoffload-chain-plan":
             thread.join()
 
 

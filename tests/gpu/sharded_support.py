@@ -405,7 +405,7 @@ def _train(rank: Rank, **options: Any) -> tuple[list[Tensor], list[Tensor], Foun
     fxoffload.reset_stats()
     for i in range(TRAINED_STEPS):
         for thread in threading.enumerate():
-            if thread.name in ("fxoffload-tape-plan", "fxoffload-replan"):
+            if thread.name in ("fxoffload-chain-plan", "fxoffload-replan"):
                 thread.join()  # on every rank as many steps are planned
         losses.append(model(rank.input(1000 + i)))
         losses[-1].backward()

@@ -94,7 +94,7 @@ class Run:
             self.peaks.append(allocated_above(lambda: self.loss().backward()))
         else:
             self.loss().backward()
-        join("fxoffload-tape-plan", "fxoffload-replan")
+        join("fxoffload-chain-plan", "fxoffload-replan")
 
     def steps(self, count: int, **changes: bool) -> list[int]:
         """Peaks of these."""

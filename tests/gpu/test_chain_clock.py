@@ -59,7 +59,7 @@ def test_a_chain_is_calibrated_and_measured(disable: tuple[str, ...]) -> None:
     x = torch.randn(1, TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16)
     for _ in range(3):
         step(model, x)  # two are recorded, and planned when the third begins
-    join("fxoffload-tape-plan")
+    join("fxoffload-chain-plan")
     (plan,) = [p for p in fxoffload.plans() if p.graph not in before]
     assert plan.calibrated is None and f"over {DEPTH} calls" in plan.summary
     step(model, x)  # variants are compiled
@@ -96,7 +96,7 @@ def test_a_piece_that_is_off() -> None:
     x = torch.randn(1, TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16)
     for _ in range(3):
         step(model, x)
-    join("fxoffload-tape-plan")
+    join("fxoffload-chain-plan")
     for _ in range(8):
         step(model, x)
     torch.cuda.synchronize()

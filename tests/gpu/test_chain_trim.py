@@ -67,7 +67,7 @@ def test_pinned_memory_falls_to_what_the_plan_needs_and_no_bit_changes(delays: b
             with disturbed(index) if delays else contextlib.nullcontext():
                 found.append(gradients(model, lambda: model(x)))
             reserved.append(fxoffload.stats().host_bytes_reserved)
-            for name in ("fxoffload-tape-plan", "fxoffload-replan"):
+            for name in ("fxoffload-chain-plan", "fxoffload-replan"):
                 join(name)
         found.append(gradients(model, lambda: model(x)))
     torch.cuda.synchronize()

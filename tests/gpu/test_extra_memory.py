@@ -117,7 +117,7 @@ def run(
     torch.cuda.reset_peak_memory_stats()
     for i in range(16):
         for thread in threading.enumerate():
-            if thread.name in ("fxoffload-tape-plan", "fxoffload-replan"):
+            if thread.name in ("fxoffload-chain-plan", "fxoffload-replan"):
                 thread.join()
         torch.cuda.synchronize()
         if resets or i >= 12:
@@ -130,7 +130,7 @@ def run(
     return peaks, plans[0] if plans else None
 
 
-def test_a_budget_holds_what_eager_code_has_beside_the_graphs() -> None:
+def test_a_budget_holds_the_extra_memory_of_eager_code() -> None:
     kept, _ = run(policy="keep_all")
     budget = int(0.6 * kept[-1])
     peaks, plan = run(activation_budget=budget)

@@ -78,7 +78,7 @@ def run(budget: int, unseen: int, *, is_theirs: bool = False) -> tuple[list[int]
             assert torch.cuda.max_memory_allocated() >= HIGH
         else:
             peaks.append(allocated_above(step))
-        join("fxoffload-tape-plan", "fxoffload-replan")
+        join("fxoffload-chain-plan", "fxoffload-replan")
     assert records_allocator_events() is is_theirs
     (plan,) = [p for p in fxoffload.plans() if p.graph not in before]
     print(f"{[round(n / MIB, 1) for n in peaks]} MiB of {budget / MIB:.1f}; {plan}")

@@ -96,7 +96,7 @@ def test_only_what_does_not_fit_moves(how: str) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_layers_compute_more_again_at_every_length() -> None:
+def test_layers_recompute_more_at_every_length() -> None:
     """Within a budget that copies alone do not meet at next to no cost: the variants serve all lengths of their graph,
     with the bits of keeping, within the budget. Inductor itself compiles a graph for each range of lengths."""
     budget = DETERMINISTIC["activation_budget"]

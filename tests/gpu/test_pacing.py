@@ -53,7 +53,7 @@ def settle(model: nn.Module, x: Tensor) -> None:
         step(model, x)
         if DEVICE == "cuda":
             torch.cuda.synchronize()
-        join("fxoffload-tape-plan", "fxoffload-replan")
+        join("fxoffload-chain-plan", "fxoffload-replan")
 
 
 @pytest.mark.usefixtures("group")

@@ -65,7 +65,7 @@ def check(module: nn.Module, step: Callable[[int], Tensor], budget: int, known: 
     for i in range(STEPS):
         module.zero_grad(set_to_none=True)
         peaks.append(allocated_above(lambda i=i: step(i).backward()))
-        join("fxoffload-tape-plan", "fxoffload-replan")
+        join("fxoffload-chain-plan", "fxoffload-replan")
     plan = [p for p in fxoffload.plans() if p.graph not in known][-1]
     seen = f"{[round(n / MIB, 1) for n in peaks]} MiB of {budget / MIB:.1f}; {plan.summary}"
     print(seen)

@@ -96,7 +96,7 @@ def test_a_cut_is_where_the_fewest_bytes_live_near_the_change_of_label() -> None
     assert first.nodes[-1] is narrow
 
 
-def test_what_can_be_computed_again_does_not_cross() -> None:
+def test_what_can_be_recomputed_does_not_cross() -> None:
     """A layer ends in a wide value made of a narrow one: no reason to cut elsewhere than where the label changes."""
     sketch = Sketch()
     narrow = sketch.op(aten.sum.dim_IntList, sketch.input("x", 40, 8), [0], path="layers.0")

@@ -324,7 +324,7 @@ def test_every_byte(name: str) -> None:
     ("name", "factor"), [("stack", 0.9), ("two graphs", 1.5), slow("collecting", 0.9), slow("shared", 1.5)]
 )
 @pytest.mark.usefixtures("heavy")
-def test_every_byte_whatever_is_computed_again(name: str, factor: float) -> None:
+def test_every_byte_whatever_is_recomputed(name: str, factor: float) -> None:
     """Each call runs a variant of its graph at random, with random decisions; several in one step."""
     generator = random.Random(name)
     plain = recorded(MODELS[name], policy="keep_all").steps(1)[0]
@@ -359,7 +359,7 @@ def test_every_byte_whatever_is_computed_again(name: str, factor: float) -> None
     assert ran
 
 
-def test_what_only_recomputation_fits_into_is_computed_again() -> None:
+def test_what_only_recomputation_fits_into_is_recomputed() -> None:
     """The host has next to no room."""
     plain = recorded(MODELS["stack"], policy="keep_all").steps(1)[0]
     least, most = range_of_peaks("stack")
@@ -571,7 +571,7 @@ def test_the_plan_goes_with_its_graphs() -> None:
 @pytest.mark.parametrize(
     ("sharded", "disable", "paces"), [(True, (), True), (True, ("pacing",), False), (False, (), False)]
 )
-def test_calls_beside_collectives_are_paced(
+def test_calls_under_collectives_are_paced(
     monkeypatch: pytest.MonkeyPatch, sharded: bool, disable: tuple[str, ...], paces: bool
 ) -> None:
     """Tiny layers, for once taken to be worth it."""
@@ -635,7 +635,7 @@ def test_a_plan_made_on_a_thread_of_its_own_is_followed_from_a_later_step_on() -
         assert moved_by(run) == everything
         release.set()
         for thread in threading.enumerate():
-            if thread.name == "fxoffload-tape-plan":
+            if thread.name == "fxoffload-chain-plan":
                 thread.join()
         assert moved_by(run) == 0
         assert len(new_plans()) == 1
@@ -947,7 +947,7 @@ def test_two_chains_with_the_same_layers_are_planned_one_after_the_other() -> No
             model.uses_other = i % 4 > 1
             model(batch(length=LENGTH)).square().mean().backward()
         for thread in threading.enumerate():
-            if thread.name == "fxoffload-tape-plan":
+            if thread.name == "fxoffload-chain-plan":
                 thread.join()
     assert not at_once
     assert len(new_plans()) == 2

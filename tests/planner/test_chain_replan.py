@@ -299,7 +299,7 @@ def test_no_more_than_the_host_has_room_for() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("thought", [1.0, 200.0])
-def test_what_is_computed_again_is_chosen_again_with_measured_times(thought: float) -> None:
+def test_what_is_recomputed_is_chosen_anew_with_measured_times(thought: float) -> None:
     """Steps that take longer than predicted hide more copies: as many as the host has room for."""
     plain = kept()
     nothing = mock.patch.object(chain_replan, "reselect_variants", return_value=None)
@@ -423,7 +423,7 @@ def a_slower_link(description: float = 1e-3) -> Iterator[list[float]]:
         yield thought
 
 
-def test_calls_compute_more_again_where_copies_are_slow() -> None:
+def test_calls_recompute_more_where_copies_are_slow() -> None:
     """Two calls run a variant, and more of them are to."""
     plain = kept()
     budget = test_chain_planning.in_between()
@@ -487,7 +487,7 @@ def test_what_took_longer_than_before_is_taken_back() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("exceeded", [False, True])
-def test_calls_compute_more_again_where_working_sets_exceed_the_budget(exceeded: bool) -> None:
+def test_calls_recompute_more_where_working_sets_exceed_the_budget(exceeded: bool) -> None:
     """Nothing can move. Two calls run a variant, which fits by the estimated working sets of the backwards. To meet the
     budget takes longer."""
     plain = kept()
@@ -553,7 +553,7 @@ def test_what_was_measured_decides_which_calls_are_paced(
 
 
 @pytest.mark.slow
-def test_calls_that_need_not_compute_again_do_not() -> None:
+def test_calls_that_need_not_recompute_do_not() -> None:
     """Everything fits: calls 1 and 3, whose backwards take three times as long, recompute only because the first plan
     was made to."""
     plain = kept()

@@ -123,7 +123,7 @@ def test_copies_hide_behind_what_runs_between_calls() -> None:
     assert alone is not None and extra_memory is not None and alone > extra_memory
 
 
-def test_what_is_on_the_device_beside_them_counts() -> None:
+def test_extra_memory_counts() -> None:
     planned = Planned(4)
     aim = ChainObjective(limit_bytes=planned.half)
     extra_memory = ExtraMemory(((100 * MB,) * COUNT, (100 * MB,) * COUNT), (("turn entry", 0),))

@@ -187,7 +187,7 @@ def test_layouts_of_different_chains_are_refused() -> None:
         chain_problem([two, three], [2] * 2, ["a"] * 2, rates())
 
 
-def test_where_copies_cannot_hide_layers_compute_again() -> None:
+def test_where_copies_cannot_hide_layers_recompute() -> None:
     """A layer saves 128 MiB, 2.4 ms on the link, and its forward takes 1 ms: what moves would have to be waited for.
     Recomputing takes 0.5 ms."""
     found = ways(layer(), [layer((), again_ms=0.5)], 12)
@@ -203,7 +203,7 @@ def test_where_copies_cannot_hide_layers_compute_again() -> None:
     assert choice.schedule.simulation.step_ms < keep.step_ms + 12 * 0.5
 
 
-def test_where_copies_hide_nothing_is_computed_again() -> None:
+def test_where_copies_hide_nothing_is_recomputed() -> None:
     found = ways(layer((16, 16), ms=10.0), [layer((), ms=10.0, again_ms=5.0)], 8)
     keep = found.as_compiled().scheduler.keep_all()
     aim = ChainObjective(limit_bytes=keep.peak_bytes * 2 // 3)
@@ -264,7 +264,7 @@ def test_plans_have_the_room_that_earlier_ones_left(num_live: int, num_lost: int
         assert len(new) <= 2 - num_live - num_lost
 
 
-def test_what_is_picked_beside_live_variants() -> None:
+def test_what_is_picked_where_variants_live() -> None:
     several = [layer((56 - 8 * i, 64), again_ms=0.05 * (i + 1)) for i in range(6)]
     live = [
         layer((60, 64), again_ms=0.01),
@@ -307,7 +307,7 @@ def test_a_new_variant_like_a_live_one_is_not_offered() -> None:
     assert offered == [variant_maker.live[0], variant_maker.given[1]]
 
 
-def test_a_variant_that_saves_no_less_is_not_drafted_for_nothing() -> None:
+def test_a_variant_that_saves_no_less_is_not_planned_for_nothing() -> None:
     found = ways(layer((8,)), [layer((64,), again_ms=0.1)], 4)
     assert found.search(ChainObjective(limit_bytes=50 * MB)) == []
 

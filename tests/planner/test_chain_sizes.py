@@ -238,7 +238,7 @@ def test_while_a_plan_is_made_a_larger_one_is_followed() -> None:
     def planned() -> None:
         may_plan.release()
         for thread in threading.enumerate():
-            if thread.name == "fxoffload-tape-plan":
+            if thread.name == "fxoffload-chain-plan":
                 thread.join()
 
     budget = in_between()

@@ -258,7 +258,7 @@ def test_inductor_s_cache_is_not_asked_for_them() -> None:
 
 
 @pytest.mark.slow
-def test_a_choice_is_drafted_once_for_all_lengths() -> None:
+def test_a_choice_is_partitioned_once_for_all_lengths() -> None:
     variants: list[object] = []
     make_partitioning = variant_maker.make_partitioning
 
@@ -296,7 +296,7 @@ def test_plans_made_behind_running_steps() -> None:
 
     def join() -> None:
         for thread in threading.enumerate():
-            if thread.name == "fxoffload-tape-plan":
+            if thread.name == "fxoffload-chain-plan":
                 thread.join()
 
     steps = engine_for(CPU).calls

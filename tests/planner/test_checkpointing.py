@@ -255,7 +255,7 @@ def test_layers_compiled_on_their_own(dropout: float, caplog: pytest.LogCaptureF
 
 
 @pytest.mark.slow
-def test_layers_on_their_own_with_other_goals() -> None:
+def test_layers_on_their_own_with_other_objectives() -> None:
     _, by_default = run_by_layer(stack(layers=6))
     _, slower = run_by_layer(stack(layers=6), max_slowdown=0.1)
     assert by_default is not None and slower is not None and slower.checkpointing == by_default.checkpointing

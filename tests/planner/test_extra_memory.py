@@ -128,7 +128,7 @@ def test_what_the_last_call_saved_is_not_there_any_more_when_its_backward_begins
     assert found == ExtraMemory(((0, 0), (0, 1000)), ((TURN, 1030),))
 
 
-def test_what_runs_beside_larger_calls() -> None:
+def test_extra_memory_of_larger_calls() -> None:
     """Another size tells what grows with it; where none was seen, everything is taken to."""
     seen = ExtraMemory(((0, 100), (700, 90)), (("a", 1000), (TURN, 500)))
     other = ExtraMemory(((0, 60), (700, 110)), (("a", 800),))
@@ -282,7 +282,7 @@ def plan_within(nbytes: int) -> fxoffload.Plan:
 
 
 @pytest.mark.slow
-def test_a_budget_leaves_room_for_what_runs_beside_the_graphs(allocator: None) -> None:
+def test_a_budget_leaves_room_for_extra_memory(allocator: None) -> None:
     with pytest.warns(UserWarning, match="expected an activation_budget of at least"):
         plan = plan_within(EXTRA // 2)
     assert plan.predicted_peak_bytes > EXTRA // 2

@@ -286,7 +286,7 @@ def test_segments_that_do_not_fit_together_are_timed_alone(measure_with: Callabl
 
 
 @pytest.mark.slow
-def test_peaks_other_than_the_draft_said(measure_with: Callable[[Meter], None]) -> None:
+def test_peaks_other_than_predicted(measure_with: Callable[[Meter], None]) -> None:
     """The first step already follows a schedule that meets the budget with them."""
     budget = middle(recompute="default")
     torch.compiler.reset()

@@ -113,7 +113,7 @@ def in_background() -> mock._patch[bool]:
 
 def wait_for_plans() -> None:
     for thread in threading.enumerate():
-        if thread.name == "fxoffload-tape-plan":
+        if thread.name == "fxoffload-chain-plan":
             thread.join()
 
 

@@ -680,7 +680,7 @@ def test_the_order_of_rows_does_not_matter_where_names_are_known() -> None:
     assert compare_plans([rank(*rows), rank(*reversed(rows))]) == compare_plans([rank(*rows), rank(*rows)])
 
 
-def test_a_step_over_several_graphs_may_differ_in_what_is_computed_again() -> None:
+def test_a_step_over_several_graphs_may_differ_in_what_is_recomputed() -> None:
     """Only graphs without collectives have variants."""
     one, two = rank(of_layers(0, 3, "recompute", "gate")), rank(of_layers(0, 3, "keep", "gate"))
     assert not compare_plans([one, two]).agrees
@@ -689,7 +689,7 @@ def test_a_step_over_several_graphs_may_differ_in_what_is_computed_again() -> No
     assert [d.actions for d in found.residencies] == [("recompute", "keep")]
 
 
-def test_what_is_computed_again_has_to_be_the_same() -> None:
+def test_what_is_recomputed_has_to_be_the_same() -> None:
     one = rank(of_layers(0, 3, "recompute", "gate"), of_layers(0, 3, "keep", "up"))
     two = rank(of_layers(0, 3, "keep", "gate"), of_layers(0, 3, "offload", "up"))
     found = compare_plans([one, two.to_json()])

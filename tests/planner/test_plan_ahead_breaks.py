@@ -19,16 +19,18 @@ SMALL: dict[str, Any] = {"inner": "aot_eager", "min_bytes": 1, "max_slowdown": 5
 
 
 class Layers(nn.Module):
-    """Each layer is a graph: the loop between them runs uncompiled."""
+    """Each layer is a graph: the loop between them runs uncompiled. Unless it ``breaks`` nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_layers: int = 5, *, breaks: bool = True) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(5))
+        self.layers = nn.ModuleList(Block() for _ in range(num_layers))
+        self.breaks = breaks
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(x)
-            torch._dynamo.graph_break()
+            if self.breaks:
+                torch._dynamo.graph_break()
         return x
 
 
@@ -71,6 +73,15 @@ def test_layers_that_are_graphs_have_the_plan_of_training(budget: str | None) ->
     assert found.smallest_budget_bytes == expected.smallest_budget_bytes
     assert found.boundaries == expected.boundaries
     assert found.label == "Layers"
+
+
+def test_what_was_planned_before_does_not_matter() -> None:
+    """Dynamo skips a loop for good in which a graph broke, also where the next model's does not break."""
+    summaries = [
+        plan(Layers(2, breaks=breaks), example_args=(example_input(),), **SMALL).summary
+        for breaks in (False, True, False)
+    ]
+    assert summaries[0] == summaries[2] != summaries[1]
 
 
 @pytest.mark.slow

@@ -418,7 +418,7 @@ class DraftGraphs:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["auto", "default"])
-def test_drafts_are_let_go_once_their_graph_is_planned_again(one_thread: None, recompute: str) -> None:
+def test_partitionings_are_let_go_once_their_graph_is_planned_anew(one_thread: None, recompute: str) -> None:
     budget = middle(recompute=recompute)
     partitionings = DraftGraphs()
     model = tower()
@@ -436,7 +436,7 @@ def test_drafts_are_let_go_once_their_graph_is_planned_again(one_thread: None, r
 
 
 @pytest.mark.slow
-def test_drafts_are_let_go_once_their_code_is_there_where_nothing_is_planned_again(one_thread: None) -> None:
+def test_partitionings_are_let_go_once_their_code_is_there_where_nothing_is_planned_anew(one_thread: None) -> None:
     partitionings = DraftGraphs()
     model = tower()
     run = Planning.run

@@ -157,7 +157,7 @@ def test_a_step_without_candidates() -> None:
     assert on.least_peak(0.0) is not None
 
 
-def test_the_goal_is_a_bound() -> None:
+def test_the_objective_is_a_bound() -> None:
     """Copies that hide, then copies that do not."""
     step = chain(6, 8 << 20)  # 1 ms a segment, 0.15 ms a copy
     on = scheduler(step)

@@ -184,7 +184,7 @@ def test_until_the_plan_is_there_graphs_run_as_they_are_within_the_budget(peaks:
         assert not new_plans()
         may_go.set()
         for thread in threading.enumerate():
-            if thread.name == "fxoffload-tape-plan":
+            if thread.name == "fxoffload-chain-plan":
                 thread.join()
         assert_equal(run.step(), plain)
     assert 0 < moved < everything

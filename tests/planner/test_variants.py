@@ -426,7 +426,7 @@ def test_bounded_sizes_are_planned_for_the_largest(made: list[ScheduleBySize]) -
 
 
 @pytest.mark.slow
-def test_another_goal_for_the_same_code_has_its_own_variants() -> None:
+def test_another_objective_for_the_same_code_has_its_own_variants() -> None:
     tight, wide = kept_peak(4), kept_peak(7)
     model = tower()
     check_bits(model, dynamic(model, activation_budget=tight), 6)

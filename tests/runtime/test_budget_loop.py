@@ -378,7 +378,7 @@ def test_a_quick_plan_is_followed_until_the_plan_is_there() -> None:
     assert model.steps(3, HEAD) == [15] * 3
     whole.set()
     for thread in threading.enumerate():
-        if thread.name == "fxoffload-tape-plan":
+        if thread.name == "fxoffload-chain-plan":
             thread.join()
     assert model.steps(3, HEAD) == [25] * 3
 

@@ -201,7 +201,7 @@ def test_the_decisions_are_taken_at_each_call() -> None:
     assert fxoffload.stats().num_copies == 4
 
 
-def test_only_a_call_that_offloads_goes_on_the_tape() -> None:
+def test_only_a_call_that_offloads_is_in_the_save_order() -> None:
     gm, offload_candidates = saving("x")
     made = program(gm, offload_candidates=offload_candidates)
     save_order = engine_for(CPU).save_order
@@ -384,7 +384,7 @@ def test_the_blocks_return_with_the_tokens() -> None:
     assert fxoffload.stats().host_bytes_in_use == 0
 
 
-def test_the_group_leaves_the_tape_when_its_backward_begins_unless_the_graph_is_kept(
+def test_the_group_leaves_the_save_order_when_its_backward_begins_unless_the_graph_is_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = program(reloading("a"), copies={0: "a"})

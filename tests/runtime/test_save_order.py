@@ -39,7 +39,7 @@ def test_what_follows_is_what_was_saved_before_the_youngest_first() -> None:
     assert save_order.live() == [groups[2], groups[3]]
 
 
-def test_nothing_follows_what_is_not_on_the_tape() -> None:
+def test_nothing_follows_what_is_not_in_the_order() -> None:
     save_order = SaveOrder()
     (first,) = pushed(save_order, 1)
     second = saved(0)

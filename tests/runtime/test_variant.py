@@ -89,7 +89,7 @@ def test_with_inductor(variants: tuple[int, ...]) -> None:
 
 
 @pytest.mark.slow
-def test_attention_is_computed_again_without_its_random_state() -> None:
+def test_attention_is_recomputed_without_its_random_state() -> None:
     forced = Forced(compiles=False)
     name = "_scaled_dot_product_flash_attention_for_cpu.default"
     for (_, number), found in forced.variants.items():

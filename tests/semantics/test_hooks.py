@@ -328,7 +328,7 @@ def test_hooks_set_after_the_forward_never_give_wrong_gradients(kind: str) -> No
     assert_equal(train_step(model, squared(module))(), expected)
 
 
-def test_layers_under_hooks_beside_layers_without() -> None:
+def test_layers_under_hooks_and_layers_without() -> None:
     """Per layer: the calls under hooks keep, the others offload, one save order serves both."""
     model = Stack()
     for layer in model.layers:

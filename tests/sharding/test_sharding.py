@@ -158,7 +158,7 @@ def test_a_plan_for_the_step_is_followed(worlds: Worlds, case: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", PLANNED_GRAPHS)
-def test_plans_of_graphs_compute_no_collective_again(worlds: Worlds, case: str) -> None:
+def test_plans_of_graphs_recompute_no_collective(worlds: Worlds, case: str) -> None:
     for found in worlds(2, case):
         assert found["differing"] == []
         assert "recompute" in found["actions"]

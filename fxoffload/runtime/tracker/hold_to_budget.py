@@ -20,6 +20,7 @@ from fxoffload.runtime.tracker.budget_loop import BudgetLoop
 from fxoffload.runtime.tracker.chains import FALLEN_STEPS, ChainPlan, SizedChain
 from fxoffload.runtime.tracker.own_plan import OwnPlan
 from fxoffload.runtime.tracker.running_step import RunningStep
+from fxoffload.runtime.tracker.step_state import StepState
 from fxoffload.runtime.tracker.tracked_graph import TrackedGraph
 from fxoffload.sizes import format_bytes
 from fxoffload.tell import warn
@@ -54,7 +55,7 @@ class HoldToBudget:
         if history is None and loop.records_next and first.may_record and self._history is not None:
             history = self._history()
         others, memory = 0, self._memory()
-        if step.was_planned and (known := first.chains.known) is not None:
+        if step.began is StepState.FOLLOWING and (known := first.chains.known) is not None:
             seen = known.seen_at(chain.sizes)
             others = seen.others_bytes - seen.carried_bytes
         step.peak_watch = PeakWatch(
@@ -162,7 +163,7 @@ class HoldToBudget:
 
 def _loop_of(first: TrackedGraph, chain: SizedChain, step: RunningStep) -> BudgetLoop | None:
     """The budget loop that judges a step that begins, or began, at ``first``; None: nothing does."""
-    if step.was_planned:
+    if step.began is StepState.FOLLOWING:
         plan = None if step.followed is None else step.followed()
         return None if plan is None or chain.plan is not plan else chain.loop_of(plan)
     return None if first.control is None else first.control.loop

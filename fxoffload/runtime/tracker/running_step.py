@@ -12,6 +12,7 @@ from fxoffload.runtime.profiler.step_peak import PeakWatch, StepPeak
 from fxoffload.runtime.tracker.budget_loop import BudgetLoop
 from fxoffload.runtime.tracker.chains import ChainPlan, Known, Record, Sizes
 from fxoffload.runtime.tracker.step_memory import EdgeWatch, LiveBytes
+from fxoffload.runtime.tracker.step_state import Departure, StepEvent, StepState, after
 from fxoffload.runtime.tracker.tracked_graph import TrackedGraph
 from fxoffload.runtime.transfer import Group
 from fxoffload.step.readings import Phase
@@ -52,55 +53,99 @@ class CallOfStep:
 
 @dataclass(eq=False)
 class RunningStep:
-    """The step that runs. ``sizes``: of the chain whose plan it follows, or that it is recorded or measured for."""
+    """The step that runs.
+
+    Attributes:
+        sizes: of the chain whose plan it follows, or that it is observed or measured for.
+        began: the state in which it began.
+        state: its state now.
+        departure: why it is irregular; None: it is not.
+        calls: so far.
+        pending: those whose backward has not begun.
+        running: the call whose backward runs.
+        phase: backward once one has begun.
+        plan: that it follows, while it does.
+        followed: the plan that it began with.
+        known: of a step that is measured: the chain that is expected, whose device memory at these sizes is not known.
+        reads_memory: whether the device's memory outside the graphs counts in it.
+        keeps: whether a call computed as the plan says, and moved nothing.
+        has_own_plan: whether a call is of a graph with a plan of its own.
+        has_several: whether it was observed, and several forwards waited when the first backward began.
+        recording: of a step that follows a plan and is timed.
+        record: of a step that was observed and is complete.
+        live_bytes: the device's memory at its calls.
+        edges: memory at the edges of its calls.
+        peak_watch: of a step that has to meet a budget.
+        peak: of such a step that is complete.
+        judged_by: the budget loop of its plan when it ended.
+    """
 
     sizes: Sizes = ()
+    began: StepState = StepState.UNPLANNED
+    state: StepState = StepState.UNPLANNED
+    departure: Departure | None = None
     calls: list[CallOfStep] = field(default_factory=list)
     pending: list[CallOfStep] = field(default_factory=list)
-    running: CallOfStep | None = None  # whose backward runs
+    running: CallOfStep | None = None
     phase: Phase = "forward"
     plan: ChainPlan | None = None
-    followed: weakref.ref[ChainPlan] | None = None  # the plan that it began with
-    recording: StepRecording | None = None  # of a step that follows a plan and is measured
-    was_planned: bool = False
-    awaits_plan: bool = False
-    records: bool = False
-    began_recording: bool = False
-    counts: bool = False  # memory outside the graphs is read in it
-    measures: Known | None = None  # the chain that is expected, whose device memory at these sizes is not known yet
-    regular: bool = True
-    missed: bool = False
-    has_own_plan: bool = False  # a call is of a graph with a plan of its own
-    has_several: bool = False  # it was recorded, and several forwards waited when the first backward began
-    is_outgrown: bool = False  # a call was larger than its plan
-    is_complete: bool = False
-    keeps: bool = False  # a call computes as the plan says, and moves nothing
-    record: Record | None = None  # of a step that is complete
+    followed: weakref.ref[ChainPlan] | None = None
+    known: Known | None = None
+    reads_memory: bool = False
+    keeps: bool = False
+    has_own_plan: bool = False
+    has_several: bool = False
+    recording: StepRecording | None = None
+    record: Record | None = None
     live_bytes: LiveBytes = field(default_factory=LiveBytes)
     edges: EdgeWatch = field(default_factory=EdgeWatch)
-    peak_watch: PeakWatch | None = None  # of a step that has to meet a budget
-    peak: StepPeak | None = None  # of one that is complete
-    judged_by: BudgetLoop | None = None  # that of its plan when it ended
+    peak_watch: PeakWatch | None = None
+    peak: StepPeak | None = None
+    judged_by: BudgetLoop | None = None
+
+    def begin(self, state: StepState) -> None:
+        """It begins in ``state``."""
+        self.began = self.state = state
+
+    @property
+    def is_regular(self) -> bool:
+        """Whether it is a chain of calls, and the expected one where one is expected."""
+        return self.state is not StepState.IRREGULAR
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all its backwards have returned."""
+        return self.phase == "backward" and self.running is None and not self.pending
+
+    @property
+    def awaits_plan(self) -> bool:
+        """Whether its calls run as the first ones do, until there is a plan that serves them."""
+        awaits = (StepState.WAITING, StepState.OBSERVING, StepState.MEASURING)
+        return self.began in awaits or self.departure is Departure.OUTGREW
 
     @property
     def expected(self) -> ChainPlan | Known | None:
         """The plan or chain that the step is expected to be, while it still matches; None: none is."""
-        return (self.plan or self.measures) if self.regular else None
+        return (self.plan or self.known) if self.is_regular else None
 
     def graphs_and_sizes(self) -> tuple[tuple[weakref.ref[TrackedGraph], ...], tuple[Sizes, ...]]:
         """Of its calls."""
         return tuple(c.tracked for c in self.calls), tuple(c.sizes for c in self.calls)
 
-    def spoil(self, *, missed: bool = False) -> None:
-        """The step is no chain that could be planned. ``missed``: not the one that is."""
-        self.regular = False
-        self.missed = self.missed or missed
+    def depart(self, why: Departure = Departure.UNUSUAL) -> None:
+        """It is no chain of calls, or not the expected one: it runs on without a plan. The first reason counts."""
+        self.state = after(self.state, StepEvent.DEPARTS)
+        self.departure = self.departure or why
         self.plan = None
-        self.records = False
         self.edges.clear()
         self.live_bytes.drop()
         self.drop_peak()
         self.end_recording()
+
+    def complete(self) -> None:
+        """Its last backward has returned."""
+        self.state = after(self.state, StepEvent.COMPLETES)
+        self.plan = None  # it is not kept alive any longer
 
     def drop_peak(self) -> None:
         """Stop watching its peak."""
@@ -117,7 +162,7 @@ class RunningStep:
     def end_recording(self) -> None:
         """End the recording. It counts if the step followed the plan to its end."""
         recording, self.recording = self.recording, None
-        if recording is not None and self.regular and self.is_complete:
+        if recording is not None and self.state is StepState.COMPLETE:
             recording.end()
         elif recording is not None:
             recording.drop()

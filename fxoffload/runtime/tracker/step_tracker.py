@@ -6,9 +6,10 @@ the same graphs, with the memory that passed between their calls. From the next 
 its place in the chain. Where sizes vary from step to step, each size has a plan of its own, made from the memory that
 was on the device in its first step (``fxoffload.runtime.tracker.chains``).
 
-Nothing here can make a result wrong: a call's choice is settled when it begins, and its tokens record it. From the
-place where a step departs from the planned chain, it runs as it would without a plan. It departs with other graphs,
-several forwards before a backward, a forward inside a backward, saved-tensor hooks, or an exception.
+A step is in one of a few states (``fxoffload.runtime.tracker.step_state`` has their table). Nothing here can make a
+result wrong: a call's choice is settled when it begins, and its tokens record it. From the place where a step departs
+from the planned chain, it runs as it would without a plan. It departs with other graphs, several forwards before a
+backward, a forward inside a backward, saved-tensor hooks, or an exception.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from fxoffload.runtime.tracker.hold_to_budget import HoldToBudget
 from fxoffload.runtime.tracker.own_plan import OwnPlan, PlainCalls, plan_together
 from fxoffload.runtime.tracker.running_step import CallOfStep, RunningStep
 from fxoffload.runtime.tracker.step_memory import LiveBytes
+from fxoffload.runtime.tracker.step_state import Departure, StepState
 from fxoffload.runtime.tracker.tracked_graph import TrackedGraph
 from fxoffload.runtime.transfer import Group
 from fxoffload.step.choice import Choice
@@ -104,6 +106,12 @@ class StepTracker:
         self.num_begun = 0
         self._planning: threading.Thread | None = None  # the latest
 
+    @property
+    def state(self) -> StepState:
+        """Of the step that runs."""
+        step = self._step
+        return StepState.IDLE if step is None else step.state
+
     def track(self) -> TrackedGraph:
         """Track the calls of one more compiled graph."""
         tracked = TrackedGraph(self)
@@ -126,20 +134,20 @@ class StepTracker:
         """
         with self._lock:
             step = self._step
-            if step is None or not step.is_complete:
+            if step is None or not step.has_ended:
                 return step is None
             self._finish()
             planning = self._planning
         if planning is not None:
             planning.join()
-        return step.was_planned or not step.awaits_plan
+        return step.began is StepState.FOLLOWING or not step.awaits_plan
 
     def forget(self) -> None:
         """All compiled code is dropped. The step that runs goes on unwatched. Takes no lock; see [Note: Reset]."""
         step, self._step, self._planning = self._step, None, None
         self._plain, self._tracked_graphs = PlainCalls(), weakref.WeakSet()
         if step is not None:
-            step.spoil()
+            step.depart()
         if self._trim is not None:
             self._trim.forget()
 
@@ -148,7 +156,7 @@ class StepTracker:
         log.warning("a step is not watched any further: %s", in_brief(error))
         with self._lock:
             if self._step is not None:
-                self._step.spoil()
+                self._step.depart()
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
@@ -162,7 +170,7 @@ class StepTracker:
             step = self._step
             if unusual:
                 if step is not None:
-                    step.spoil()
+                    step.depart()
                 return
             if self._hold is not None:
                 self._hold.drop_plain()
@@ -171,21 +179,11 @@ class StepTracker:
                 self._finish()
                 step = self._step = self._begin(tracked, args)
                 if overlaps:
-                    step.spoil(missed=True)  # the memory of another forward is still there
+                    step.depart(Departure.MISSED)  # the memory of another forward is still there
+            keeps, sizes = tracked.may_keep(), tracked.sizes_of(args)
+            if step.is_regular and (why := self._departure(step, tracked, sizes, keeps=keeps)) is not None:
+                step.depart(why)
             place = len(step.calls)
-            if place and step.calls[-1].group is None:
-                step.spoil()  # it raised, or another thread runs it
-            if step.expected is not None and not step.expected.has(place, tracked):
-                step.spoil(missed=True)
-            sizes = tracked.sizes_of(args)
-            if step.plan is not None and not step.plan.serves(place, sizes):
-                step.spoil(missed=True)
-                step.is_outgrown = step.awaits_plan = True
-            keeps = tracked.may_keep()
-            if step.plan is not None and not keeps and not tracked.may_follow():
-                step.spoil()
-            if (step.records or step.measures) and not (tracked.description is not None and tracked.may_follow()):
-                step.spoil()
             step.calls.append(CallOfStep(weakref.ref(tracked), place, sizes))
             if self._hold is not None and place:
                 self._hold.forward_begins(step)
@@ -195,13 +193,13 @@ class StepTracker:
                 if keeps:
                     tracked.followed = tracked.followed.kept()
                     step.keep()
-            elif step.awaits_plan and not keeps and (tracked.has_budget or step.counts):
+            elif step.awaits_plan and not keeps and (tracked.has_budget or step.reads_memory):
                 tracked.followed = tracked.at_first
             if step.recording is not None:
                 tracked.measure = partial(step.recording.begin, "forward", place)
                 step.recording.given(place, args)
             self._read(step, ("forward", place), args)
-            if step.records and tracked.edges is not None:
+            if step.state is StepState.OBSERVING and tracked.edges is not None:
                 self._look(step)
                 step.edges.now = Moment("forward", place)
                 self._watch(step, "forward", place, tracked.edges.inputs, args)
@@ -210,6 +208,23 @@ class StepTracker:
                     for name, value in zip(tracked.edges.inputs, args, strict=False)
                     if name is not None and isinstance(value, Tensor) and (version := version_of(value)) is not None
                 ]
+
+    @staticmethod
+    def _departure(step: RunningStep, tracked: TrackedGraph, sizes: Sizes, *, keeps: bool) -> Departure | None:
+        """Why the step is no chain, or not the expected one, now that ``tracked`` is called; None: it still is."""
+        place = len(step.calls)
+        if place and step.calls[-1].group is None:
+            return Departure.UNUSUAL  # it raised, or another thread runs it
+        if step.expected is not None and not step.expected.has(place, tracked):
+            return Departure.MISSED
+        if step.plan is not None:
+            if not step.plan.serves(place, sizes):
+                return Departure.OUTGREW
+            return None if keeps or tracked.may_follow() else Departure.UNUSUAL
+        if step.state in (StepState.OBSERVING, StepState.MEASURING):
+            is_planned = tracked.description is not None and tracked.may_follow()
+            return None if is_planned else Departure.UNUSUAL
+        return None
 
     def plain_forward_begins(self, graph: OwnPlan) -> None:
         """The forward of a graph that has a budget and is yet plain Inductor's begins."""
@@ -308,25 +323,22 @@ class StepTracker:
             step.recording = observer.step_begins()
         is_unknown = self._memory is not None and tracked.has_budget and chains.may_measure(chain)
         if is_unknown and tracked.may_follow():
-            step.measures = chains.begin_measuring(chain)
+            step.known = chains.begin_measuring(chain)
         elif not is_unknown and chains.may_plan(chain):
             self._plan(tracked, chain)
         # The observer may have replaced it. One that was made this moment may have to be made ready: the next step does
         # that, and follows it.
-        if step.measures is None:
+        if step.known is None:
             step.plan = chain.ready
             if step.plan is None and (larger := chains.larger(tracked.sizes_of(args))) is not None:
                 step.sizes, step.plan = larger.sizes, larger.ready
             if step.plan is not None and step.plan.first:
                 step.plan = step.plan.begin_first()
-        step.was_planned = step.plan is not None
         step.followed = None if step.plan is None else weakref.ref(step.plan)
-        if not step.was_planned:
-            step.awaits_plan = tracked.planner is not None and (chain.plan is not None or chains.awaits_plan(chain))
-            step.records = step.awaits_plan and chain.plan is None and not chain.is_tired and chains.may_record
-            step.began_recording = step.records
-        # Of the steps that are recorded the second one counts: nothing is compiled in it.
-        counts = step.counts = step.measures is not None or (step.records and chains.before is not None)
+        step.begin(self._beginning(step, tracked, chain))
+        # Of the steps that are observed the second one counts: nothing is compiled in it.
+        is_second = step.state is StepState.OBSERVING and chains.before is not None
+        counts = step.reads_memory = step.state is StepState.MEASURING or is_second
         begin = self._history if counts and tracked.may_record else None
         times = GapTimes(self._events) if counts and self._events is not None else None
         step.live_bytes = LiveBytes(self._others, None if begin is None else begin(), times)
@@ -334,13 +346,26 @@ class StepTracker:
             self._hold.begin(tracked, chain, step, args)
         return step
 
+    @staticmethod
+    def _beginning(step: RunningStep, tracked: TrackedGraph, chain: SizedChain) -> StepState:
+        """The state in which a step begins at ``tracked``, whose sizes are those of ``chain``."""
+        chains = tracked.chains
+        if step.plan is not None:
+            return StepState.FOLLOWING
+        if step.known is not None:
+            return StepState.MEASURING
+        if tracked.planner is None or (chain.plan is None and not chains.awaits_plan(chain)):
+            return StepState.UNPLANNED
+        is_observed = chain.plan is None and not chain.is_tired and chains.may_record
+        return StepState.OBSERVING if is_observed else StepState.WAITING
+
     def forward_ends(self, tracked: TrackedGraph, group: Group, results: Sequence[Any], token: Tensor | None) -> None:
         with self._lock:
             step = self._step
             call = step.calls[-1] if step is not None and step.calls else None
             if step is None or call is None or call.tracked() is not tracked or call.group is not None:
                 if step is not None:
-                    step.spoil()
+                    step.depart()
                 return
             call.group = weakref.ref(group)
             step.pending.append(call)
@@ -352,10 +377,11 @@ class StepTracker:
                     call.kept, call.is_bundled = StorageRef(token), True
                 elif not len(group):
                     call.empty = group
-            if token is None and not len(group) and (step.expected is not None or step.records or step.has_own_plan):
+            is_observed = step.state is StepState.OBSERVING
+            if token is None and not len(group) and (step.expected is not None or is_observed or step.has_own_plan):
                 saved = tracked.edges.saved if tracked.edges is not None else ()
                 call.kept = StorageRef(results[saved[0]]) if saved else None
-            if step.records and tracked.edges is not None:
+            if is_observed and tracked.edges is not None:
                 self._look(step)
                 self._watch(step, "forward", call.place, tracked.edges.outputs, results)
             self._read_end(step)
@@ -372,14 +398,15 @@ class StepTracker:
                 return group
             call = step.pending[-1] if step.pending else None
             if call is None or call.tracked() is not tracked or not call.saved(group):
-                step.spoil()
+                step.depart()
                 call = next((c for c in reversed(step.pending) if c.tracked() is tracked and c.saved(group)), None)
                 if call is None:
                     return group
             expected = step.expected
             if step.phase == "forward" and expected is not None and len(step.calls) != len(expected.tracked_graphs):
-                step.spoil(missed=True)
-            if step.phase == "forward" and step.began_recording and (first := step.calls[0].tracked()) is not None:
+                step.depart(Departure.MISSED)
+            was_observed = step.began is StepState.OBSERVING
+            if step.phase == "forward" and was_observed and (first := step.calls[0].tracked()) is not None:
                 first.chains.num_records += 1
                 step.has_several = len(self._waiting(step)) > 1
             if self._hold is not None and step.phase == "forward":
@@ -393,7 +420,7 @@ class StepTracker:
                 name for name, ref, version in call.inputs if (v := ref()) is not None and version_of(v) != version
             )
             self._read(step, ("backward", call.place), args)
-            if step.records and tracked.edges is not None:
+            if step.state is StepState.OBSERVING and tracked.edges is not None:
                 self._look(step)
                 step.edges.now = Moment("backward", call.place)
                 self._watch(step, "backward", call.place, tracked.edges.tangents, args)
@@ -407,19 +434,19 @@ class StepTracker:
             if step is None or call is None or call.tracked() is not tracked:
                 return
             step.running = None
-            if step.records and tracked.edges is not None:
+            is_observed = step.state is StepState.OBSERVING
+            if is_observed and tracked.edges is not None:
                 self._look(step)
                 self._watch(step, "backward", call.place, tracked.edges.gradients, results)
             self._read_end(step)
-            step.is_complete = not step.pending
-            if step.is_complete:
-                step.plan = None  # it is not kept alive any longer
-                if step.regular:
+            if step.has_ended:
+                step.complete()
+                if step.is_regular:
                     step.live_bytes.end()
                     if self._hold is not None:
                         self._hold.end(step)
-                if step.records:
-                    step.record = self._record(step)
+                    if is_observed:
+                        step.record = self._record(step)
 
     # -- recording -----------------------------------------------------------------------------------------------------
 
@@ -442,26 +469,25 @@ class StepTracker:
             step.live_bytes.call_ended(memory)
 
     def _memory_of(self, step: RunningStep) -> Memory | None:
-        is_read = step.records or (step.measures is not None and step.regular)
+        is_read = step.state in (StepState.OBSERVING, StepState.MEASURING)
         return self._memory() if self._memory is not None and is_read else None
 
     @staticmethod
     def _watch(step: RunningStep, phase: Phase, place: int, names: Sequence[str | None], values: Sequence[Any]) -> None:
         if not step.edges.watch(phase, place, names, values):
-            step.spoil()
+            step.depart()
 
     @staticmethod
     def _record(step: RunningStep) -> Record:
         """The recording of a step whose last backward has run."""
         edge_memory = step.edges.edge_memory()
         step.edges.clear()
-        step.records = False
         tracked_graphs, sizes = step.graphs_and_sizes()
         return Record(tracked_graphs, edge_memory, step.live_bytes, sizes)
 
     def _plan_if_seen_twice(self, first: TrackedGraph, step: RunningStep) -> None:
         chains = first.chains
-        record = step.record if step.regular else None
+        record = step.record if step.is_regular else None
         before, chains.before = chains.before, record
         if before is None or record is None or not before.same_chain(record):
             return
@@ -477,7 +503,7 @@ class StepTracker:
 
     def _plan_as_measured(self, first: TrackedGraph, chain: SizedChain, step: RunningStep) -> None:
         """Make the plan for the sizes of a step that was measured."""
-        known = step.measures
+        known = step.known
         if known is None or first.chains.known is not known:
             return
         known.measured(chain.sizes, step.live_bytes, step.graphs_and_sizes()[1])
@@ -496,7 +522,7 @@ class StepTracker:
         seen = replace(known.seen_at(chain.sizes), margin_bytes=chain.margin_bytes)
         args = (tracked_graphs, chain, seen, known.sizes_at(chain.sizes))
         if self._in_background:
-            self._planning = background.start_planning(self._make_plan, *args, name="fxoffload-tape-plan")
+            self._planning = background.start_planning(self._make_plan, *args, name="fxoffload-chain-plan")
         else:
             self._make_plan(*args)
 
@@ -539,22 +565,22 @@ class StepTracker:
             return
         self._watch_host_memory(step)
         chain, known = first.chains.get(step.sizes), first.chains.known
-        if not step.was_planned and step.measures is None:
+        if step.began not in (StepState.FOLLOWING, StepState.MEASURING):
             self._plan_if_seen_twice(first, step)
-            if step.began_recording and step.has_several and first.chains.gives_up:
+            if step.began is StepState.OBSERVING and step.has_several and first.chains.gives_up:
                 first.gives_up()
-            if self._hold is not None and chain is not None and step.regular:
+            if self._hold is not None and chain is not None and step.is_regular:
                 self._hold.judge(first, chain, step)
-        elif chain is None or (step.keeps and not step.regular):
+        elif chain is None or (step.keeps and not step.is_regular):
             return  # forgotten meanwhile; or under override_policy("keep_all"), which says nothing of later steps
-        elif step.regular and step.is_complete:
+        elif step.state is StepState.COMPLETE:
             chain.num_misses = 0
             self._plan_as_measured(first, chain, step)
             if self._hold is not None:
                 self._hold.judge(first, chain, step)
-        elif step.is_outgrown and known is not None and known.learns(*step.graphs_and_sizes()):
+        elif step.departure is Departure.OUTGREW and known is not None and known.learns(*step.graphs_and_sizes()):
             first.chains.outgrown(chain)
-        elif step.missed and first.chains.missed(chain):
+        elif step.departure in (Departure.MISSED, Departure.OUTGREW) and first.chains.missed(chain):
             log.info("steps are not what was planned any more: they are recorded again")
 
     def _watch_host_memory(self, step: RunningStep) -> None:
@@ -563,11 +589,11 @@ class StepTracker:
         if trim is None:
             return
         plan = None if step.followed is None else step.followed()
-        if plan is not None and step.regular and step.is_complete and plan.is_settled and not step.keeps:
+        if plan is not None and step.state is StepState.COMPLETE and plan.is_settled and not step.keeps:
             trim.followed(
                 plan, lambda: all(tracked.may_trim for tracked in self._tracked_graphs), self._bytes_of_others
             )
-        elif step.was_planned or step.awaits_plan:
+        elif step.began is StepState.FOLLOWING or step.awaits_plan:
             trim.interrupted()
 
     def _bytes_of_others(self) -> int:

@@ -1,0 +1,76 @@
+"""What one call of a compiled graph does: asked when its forward begins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fxoffload.compiled_graph import CompiledGraph
+from fxoffload.compiler.replan import Replan
+from fxoffload.compiler.schedule_by_size import ScheduleBySize
+from fxoffload.runtime.profiler.segment_clock import SegmentClock
+from fxoffload.runtime.tracker.tracked_graph import TrackedGraph
+from fxoffload.runtime.variant import Variants
+from fxoffload.step.choice import Choice
+
+
+@dataclass(eq=False)
+class CallChoice:
+    """The choice of each call of a graph, and the clock that measures it.
+
+    The first of these that there is decides: a plan for the whole step, a schedule for the call's sizes, the graph's
+    own plan, its policy. What the user asks for at run time outweighs all of them.
+
+    Attributes:
+        graph: the compiled graph.
+        tracked: its place in steps over several graphs.
+        variants: of it.
+        order: of the forward's candidates, as positions in the choice.
+        by_size: schedules calls of other sizes than the planned ones; None where sizes are fixed.
+        replan: measures calls that follow the graph's own plan; None: nothing does.
+    """
+
+    graph: CompiledGraph
+    tracked: TrackedGraph
+    variants: Variants
+    order: Sequence[int]
+    by_size: ScheduleBySize | None = None
+    replan: Replan[SegmentClock] | None = None
+    _is_told: bool = field(default=False, init=False)
+    _is_in_order: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._is_in_order = list(self.order) == list(range(len(self.order)))
+
+    def decide(self, args: list[Any]) -> Choice:
+        """The choice of the call with these arguments, in the order of the forward's candidates."""
+        graph, instead = self.graph, self.tracked.followed
+        if instead is not None and instead.variant:
+            if graph.may_follow() or graph.may_keep():
+                return self.variants.in_order(instead)
+            instead = None
+        if self.by_size is not None and graph.may_follow():
+            instead = self.by_size.choice(args)
+        chosen = instead if instead is not None and graph.may_keep() else graph.choose(instead)
+        if self._is_in_order:
+            return chosen
+        return replace(chosen, offload=[chosen.offload[i] for i in self.order])
+
+    def clock(self, args: list[Any]) -> SegmentClock | None:
+        """The clock for this call; None: it is not of the step that was planned, or is measured with that step."""
+        replan = self.replan
+        if self.tracked.followed is not None and not self._is_told:
+            self._joins_a_step()
+        if replan is None or (self.by_size is not None and not self.by_size.is_planned(args)):
+            return None
+        return replan.poll()
+
+    def _joins_a_step(self) -> None:
+        """The graph's own plan gives way to one for the step, which is measured instead."""
+        self._is_told = True
+        box = self.graph.plan_box
+        if box is not None:
+            box.update(summary=f"{box.plan.summary}; since then planned together with other graphs of its step")
+            if self.replan is not None:
+                self.replan.stop()

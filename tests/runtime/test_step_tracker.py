@@ -1,0 +1,325 @@
+"""The states of steps, by scripts of calls: no graph is compiled, and no model runs.
+
+A script names graphs by letters: "A" is a forward of graph a, "a" the backward of its youngest call that waits. "A!"
+and "a!" raise. "~": the caller lets go of everything that waits. "A9": a forward of size 9. "hA": under saved-tensor
+hooks. "kA": under override_policy("keep_all"). "nA": at a moment when the graph follows no plan.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fxoffload.runtime.profiler.allocator_trace import Memory
+from fxoffload.runtime.tracker import step_state, step_tracker
+from fxoffload.runtime.tracker.chains import ChainPlan, Sizes
+from fxoffload.runtime.tracker.step_state import BEGINNINGS, NEXT, StepEvent, StepState, after
+from fxoffload.runtime.tracker.step_tracker import StepTracker
+from fxoffload.runtime.transfer import Group
+from fxoffload.step.choice import Choice
+from fxoffload.step.edges import Edges
+
+AT_FIRST, PLANNED = Choice((True,)), Choice((False, True))
+
+
+class InSteps:
+    """Of a graph whose calls have one size that varies; plans serve multiples of 8."""
+
+    def told_by(self, args: Sequence[Any]) -> Sizes:
+        return (args[0],)
+
+    def rounded_up(self, sizes: Sizes) -> Sizes:
+        return tuple(-(-size // 8) * 8 for size in sizes)
+
+
+class Script:
+    """Plays scripts.
+
+    Attributes:
+        plans: how many calls the chain of each plan has.
+        chosen: what each forward followed: "plan", "first" or "".
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch, *, sizes: bool = False, budget: bool = True) -> None:
+        self.flags = SimpleNamespace(hooks=False, keeps=False, follows=True)
+        patch.setattr(step_tracker, "saved_tensor_hooks_active", lambda: self.flags.hooks)
+        self.tracker = StepTracker(dict, in_background=False, memory=lambda: Memory(0, 0))
+        self.plans: list[int] = []
+        self.chosen: list[str] = []
+        self.plan: Callable[..., ChainPlan | None] = self._plan
+        self.waiting: list[tuple[str, Group, torch.Tensor]] = []
+        self.graphs = {name: self.tracker.track() for name in "abc"}
+        for graph in self.graphs.values():
+            graph.description, graph.has_budget, graph.at_first = object(), budget, AT_FIRST
+            graph.planner = lambda *args, **more: self.plan(*args, **more)
+            graph.edges = Edges((), (), (), (), saved=(0,))
+            graph.may_follow, graph.may_keep = lambda: self.flags.follows, lambda: self.flags.keeps
+            graph.sizes = InSteps() if sizes else None
+
+    def _plan(self, tracked: Sequence[Any], seen: Any, sizes: Sequence[Sizes], meanwhile: Any = None) -> ChainPlan:
+        self.plans.append(len(tracked))
+        return ChainPlan(tuple(map(weakref.ref, tracked)), (PLANNED,) * len(tracked), sizes=tuple(sizes))
+
+    def play(self, script: str) -> str:
+        """Returns the state after each call, each state once in a row, and why the step departed."""
+        states: list[str] = []
+        for word in script.split():
+            self._play(word)
+            if not states or states[-1] != self.tracker.state.value:
+                states.append(self.tracker.state.value)
+        step = self.tracker._step
+        why = [] if step is None or step.departure is None else [f"({step.departure.value})"]
+        return " ".join([*states, *why])
+
+    def _play(self, word: str) -> None:
+        match = re.fullmatch(r"(~)|([hkn]?)([ABC])(\d*)(!?)|([abc])(!?)", word)
+        assert match, word
+        lets_go, how, forward, size, raises, backward, backward_raises = match.groups()
+        if lets_go:
+            self.waiting.clear()
+        elif forward:
+            flags = self.flags
+            flags.hooks, flags.keeps, flags.follows = how == "h", how == "k", how != "n"
+            graph = self.graphs[forward.lower()]
+            graph.forward_begins([int(size or 8)])
+            self.chosen.append({AT_FIRST: "first", PLANNED: "plan"}.get(graph.followed, "") if graph.followed else "")
+            if not raises:
+                group, saved = Group(), torch.ones(1)
+                group.add(0, SimpleNamespace(nbytes=4))  # pyright: ignore[reportArgumentType]
+                graph.forward_ends(group, [saved])
+                self.waiting.append((forward.lower(), group, saved))
+        else:
+            at = max(i for i, (name, _, _) in enumerate(self.waiting) if name == backward)
+            _, group, _ = self.waiting.pop(at)
+            self.graphs[backward].backward_begins(group, [])
+            if not backward_raises:
+                self.graphs[backward].backward_ends([])
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Script:
+    return Script(monkeypatch)
+
+
+@pytest.fixture
+def planned(script: Script) -> Script:
+    """Of a chain that has a plan."""
+    script.play("A B b a")
+    script.play("A B b a")
+    assert script.play("A B b a") == "following complete"
+    return script
+
+
+def test_two_steps_are_observed_and_the_third_follows_their_plan(script: Script) -> None:
+    assert script.tracker.state is StepState.IDLE
+    assert script.play("A B b a") == "observing complete"
+    assert script.play("A B b a") == "observing complete"
+    assert script.plans == []
+    assert script.play("A B b a") == "following complete"
+    assert script.plans == [2]
+    assert script.chosen == ["first"] * 4 + ["plan"] * 2
+
+
+def test_nothing_is_chosen_at_first_without_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Script(monkeypatch, budget=False)
+    script.play("A B b a")
+    script.play("A B b a")
+    assert script.play("A B b a") == "following complete"
+    # The second one takes the least, since the memory outside the graphs is read in it.
+    assert script.chosen == ["", "", "first", "first", "plan", "plan"]
+
+
+@pytest.mark.parametrize(
+    ("step", "states"),
+    [
+        ("A B a b", "observing irregular (unusual)"),
+        ("A! B b", "observing irregular (unusual)"),
+        ("A hB b a", "observing irregular (unusual)"),
+        ("A B b!", "observing"),
+        ("A nB b a", "observing irregular (unusual)"),
+        ("A B A b a a", "observing irregular (unusual)"),
+    ],
+)
+def test_a_step_that_is_no_chain_is_not_planned(script: Script, step: str, states: str) -> None:
+    for _ in range(2):
+        assert script.play(step) == states
+        script.waiting.clear()
+    script.play("A B b a")
+    assert script.plans == []
+
+
+@pytest.mark.parametrize(
+    ("step", "states"),
+    [
+        ("A C c a", "following irregular (missed)"),
+        ("A B C c b a", "following irregular (missed)"),
+        ("A a", "following irregular (missed)"),
+        ("A B a b", "following irregular (unusual)"),
+        ("A! A a", "following irregular (missed)"),
+        ("A hB b a", "following irregular (unusual)"),
+        ("A nB b a", "following irregular (unusual)"),
+        ("A kB b a", "following complete"),
+    ],
+)
+def test_a_step_departs_from_its_plan(planned: Script, step: str, states: str) -> None:
+    assert planned.play(step) == states
+    planned.waiting.clear()
+    assert planned.play("A B b a") == "following complete"
+
+
+def test_from_where_it_departs_a_step_runs_without_a_plan(planned: Script) -> None:
+    planned.chosen.clear()
+    planned.play("A C B b c a")
+    assert planned.chosen == ["plan", "", ""]
+
+
+def test_a_chain_that_was_missed_twice_is_observed_anew(planned: Script) -> None:
+    for _ in range(2):
+        assert planned.play("A C c a") == "following irregular (missed)"
+    assert planned.play("A C c a") == "observing complete"
+    assert planned.play("A C c a") == "observing complete"
+    assert planned.play("A C c a") == "following complete"
+    assert planned.plans == [2, 2]
+
+
+def test_one_miss_is_forgiven(planned: Script) -> None:
+    for _ in range(3):
+        assert planned.play("A C c a") == "following irregular (missed)"
+        assert planned.play("A B b a") == "following complete"
+
+
+def test_a_forward_without_a_backward_is_left_behind(planned: Script) -> None:
+    assert planned.play("A B ~") == "following"
+    assert planned.play("A B b a") == "following complete"
+
+
+def test_a_forward_that_waits_is_part_of_the_next_step(planned: Script) -> None:
+    assert planned.play("A B A b a a") == "following irregular (missed)"
+
+
+def test_a_planner_that_finds_nothing_is_asked_a_few_times(script: Script) -> None:
+    asked: list[int] = []
+    script.plan = lambda tracked, *args, **more: asked.append(len(tracked))
+    states = [script.play("A B b a") for _ in range(12)]
+    assert states[-3:] == ["unplanned complete"] * 3
+    assert asked == [2, 2, 2]
+
+
+def test_an_order_that_changes_is_observed_only_so_often(script: Script) -> None:
+    told: list[int] = []
+    script.graphs["a"].gives_up = lambda: told.append(1)
+    states = [script.play("A B b a" if i % 2 else "A C c a") for i in range(18)]
+    assert states[:16] == ["observing complete"] * 16
+    assert states[16:] == ["unplanned complete"] * 2
+    assert script.plans == [] and told == [1]
+
+
+def test_a_graph_without_a_planner_has_no_plan(script: Script) -> None:
+    for graph in script.graphs.values():
+        graph.planner = None
+    assert [script.play("A B b a") for _ in range(3)] == ["unplanned complete"] * 3
+
+
+def test_each_size_is_measured_once_and_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Script(monkeypatch, sizes=True)
+    script.play("A8 B8 b a")
+    script.play("A8 B8 b a")
+    assert script.play("A8 B8 b a") == "following complete"
+    assert script.play("A20 B20 b a") == "measuring complete"
+    assert script.play("A17 B17 b a") == "following complete"
+    assert script.play("A6 B6 b a") == "following complete"
+    assert script.plans == [2, 2]
+
+
+def test_a_step_that_is_measured_may_be_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Script(monkeypatch, sizes=True)
+    script.play("A8 B8 b a")
+    script.play("A8 B8 b a")
+    assert script.play("A20 C20 c a") == "measuring irregular (missed)"
+    assert script.play("A20 B20 b a") == "measuring complete"
+
+
+def test_a_call_that_is_larger_than_its_plan_has_the_plan_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Script(monkeypatch, sizes=True)
+    script.play("A8 B16 b a")
+    script.play("A8 B16 b a")
+    assert script.play("A8 B16 b a") == "following complete"
+    script.chosen.clear()
+    assert script.play("A8 B40 b a") == "following irregular (outgrew)"
+    assert script.chosen == ["plan", "first"]
+    assert script.play("A8 B40 b a") == "measuring complete"
+    assert script.play("A8 B33 b a") == "following complete"
+
+
+def test_while_a_plan_has_to_be_made_ready_steps_wait(script: Script) -> None:
+    """As where a forward under way keeps it from being compiled."""
+    plan, ready = script.plan, False
+
+    def unready(*args: Any, **more: Any) -> ChainPlan | None:
+        made = plan(*args, **more)
+        assert made is not None
+        made.prepare = lambda: None
+        return made
+
+    script.plan = unready
+    script.tracker._make_ready = lambda tracked, chain: ready  # type: ignore[method-assign]
+    script.play("A B b a")
+    script.play("A B b a")
+    assert [script.play("A B b a") for _ in range(2)] == ["waiting complete"] * 2
+    del script.tracker._make_ready
+    assert script.play("A B b a") == "following complete"
+
+
+def test_under_keep_all_a_step_moves_nothing_and_says_nothing_of_the_plan(planned: Script) -> None:
+    for _ in range(3):
+        assert planned.play("kA kB b a") == "following complete"
+        assert planned.play("kA kC c a") == "following irregular (missed)"
+    assert planned.play("A B b a") == "following complete"
+    assert planned.plans == [2]
+
+
+def test_end_step_says_whether_the_next_goes_on_like_it(script: Script) -> None:
+    assert script.tracker.end_step()  # there is none
+    script.play("A B")
+    assert not script.tracker.end_step()
+    script.play("b a")
+    assert not script.tracker.end_step()  # a plan may come of it
+    script.play("A B b a")
+    assert not script.tracker.end_step()
+    script.play("A B b a")
+    assert script.tracker.end_step()
+    assert script.tracker.state is StepState.IDLE
+
+
+def test_a_second_backward_makes_a_complete_step_irregular(planned: Script) -> None:
+    planned.play("A B b")
+    _, group, _ = planned.waiting[0]
+    assert planned.play("a") == "complete"
+    planned.graphs["a"].backward_begins(group, [])
+    assert planned.tracker.state is StepState.IRREGULAR
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_has_every_state() -> None:
+    assert step_state.__doc__ is not None
+    rows = re.findall(r"^    (\w+)  +\S", step_state.__doc__, re.MULTILINE)
+    assert rows[1:] == [state.value for state in StepState if state.value in rows[1:]]
+    assert set(rows[1:]) == {state.value for state in StepState}
+
+
+def test_transitions() -> None:
+    for state in BEGINNINGS:
+        assert after(state, StepEvent.DEPARTS) is StepState.IRREGULAR
+        assert after(state, StepEvent.COMPLETES) is StepState.COMPLETE
+    assert {state for state, _ in NEXT} == {*BEGINNINGS, StepState.COMPLETE}
+    assert after(StepState.IRREGULAR, StepEvent.COMPLETES) is StepState.IRREGULAR
+    with pytest.raises(ValueError, match="expected a step that runs"):
+        after(StepState.IDLE, StepEvent.DEPARTS)
