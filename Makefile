@@ -42,8 +42,9 @@ test-all:
 types: $(test_stamp)
 	.venv-test/bin/pyright --pythonpath .venv-test/bin/python
 
+# A file goes to one process, so that what its tests share is made once.
 pytest: $(test_stamp)
-	OMP_NUM_THREADS=1 .venv-test/bin/python -m pytest -m "not ($(LEFT_OUT))" -n 2 $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 .venv-test/bin/python -m pytest -m "not ($(LEFT_OUT))" -n 2 --dist loadfile $(PYTEST_ARGS)
 
 docs: $(test_stamp)
 	.venv-test/bin/python -m mkdocs serve --strict

@@ -23,7 +23,7 @@ from torch._inductor import config as inductor_config
 
 import fxoffload
 from fxoffload import backend
-from fxoffload.compiler import plan_chain, segments, session
+from fxoffload.compiler import plain, plan_chain, segments, session
 from fxoffload.compiler.kernels import PendingKernels
 from fxoffload.environment import PIECES
 from fxoffload.errors import OptionsError, PassError, SegmentCompileError, UnsupportedError
@@ -105,7 +105,7 @@ def quick_inductor(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         return compile_one
 
     monkeypatch.setattr(segments, "compile_fx_inner", compile_eagerly("segment"))
-    monkeypatch.setattr(session, "compile_fx_inner", compile_eagerly("plain"))
+    monkeypatch.setattr(plain, "compile_fx_inner", compile_eagerly("plain"))
     return calls
 
 

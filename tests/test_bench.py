@@ -77,6 +77,7 @@ def test_everything_leaves_and_every_bit_returns(whole_run: Report) -> None:
     assert found.first_offload_gb_per_s > 0 < found.offload_gb_per_s.median
 
 
+@pytest.mark.slow
 def test_a_rehearsal_says_that_it_is_one(whole_run: Report) -> None:
     text = render(whole_run)
     assert "A REHEARSAL without a GPU" in text and "| fxoffload, default" in text

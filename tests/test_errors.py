@@ -112,6 +112,7 @@ def test_token_lost_is_a_runtime_error() -> None:
     assert_survives_pickling(TokenLostError("gone"))
 
 
+@pytest.mark.slow
 def test_the_import_starts_no_cuda() -> None:
     code = "import fxoffload.errors, torch; assert not torch.cuda.is_initialized()"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

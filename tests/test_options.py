@@ -212,6 +212,7 @@ def test_the_key_tells_inductor_values_apart() -> None:
     assert len(keys) == 5
 
 
+@pytest.mark.slow
 def test_the_key_is_the_same_in_another_process() -> None:
     code = (
         "from fxoffload.options import Options\n"

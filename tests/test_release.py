@@ -116,6 +116,7 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(scripts)
 
 
+@pytest.mark.slow
 def test_the_installed_command_answers(environment: Path, tmp_path: Path) -> None:
     assert run([environment / "fxoffload", "--version"], tmp_path).startswith(f"fxoffload {fxoffload.__version__}, ")
     shown = run([environment / "fxoffload", "--help"], tmp_path)

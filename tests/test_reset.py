@@ -97,6 +97,7 @@ def test_graphs_and_plans_are_gone_though_somebody_holds_the_model(reset: Callab
         assert not fxoffload.plans()
 
 
+@pytest.mark.slow
 def test_a_forward_left_behind_is_no_part_of_the_next_step() -> None:
     model = per_layer(Stack(2), policy="auto", profile="h200")
     left = model(batch())

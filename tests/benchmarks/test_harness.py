@@ -131,6 +131,7 @@ def test_run_gives_equal_gradients_names_across_variants(tiny_run: tuple[dict, s
     assert "input0" in digests["eager"]
 
 
+@pytest.mark.slow
 def test_report_survives_json_and_shows_again(tiny_run: tuple[dict, str]) -> None:
     report = from_json(Report, json.dumps(tiny_run[0]))
     assert json.loads(to_json(report)) == tiny_run[0]

@@ -108,6 +108,7 @@ def test_gradients_of_a_sweep_are_comparable(sweep: tuple[Report, str, Path]) ->
             assert digests[label][name].norm == pytest.approx(theirs.norm, rel=1e-4, abs=1e-6), (label, name)
 
 
+@pytest.mark.slow
 def test_resuming_measures_only_what_is_missing(sweep: tuple[Report, str, Path], tmp_path: Path) -> None:
     earlier, _, out = sweep
     report, _ = run(tmp_path, "plan", ["long_steps=2"], "eager,keep_all", "--resume", str(out / "plan.json"))
@@ -115,6 +116,7 @@ def test_resuming_measures_only_what_is_missing(sweep: tuple[Report, str, Path],
     assert report.environment["resumed_date"] == earlier.environment["date"]
 
 
+@pytest.mark.slow
 def test_rows_of_another_protocol_source_or_options_are_not_taken_over(sweep: tuple[Report, str, Path]) -> None:
     earlier, _, _ = sweep
     report = Report("plan", dict(earlier.environment), earlier.protocol, None, [])

@@ -106,6 +106,7 @@ def test_other_scales_are_stacked(tmp_path: Path, scale: tuple[int, ...]) -> Non
             checkpoints.convert(source, tmp_path / "fused", "fused")
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     name=st.sampled_from(sorted(FAMILY)),

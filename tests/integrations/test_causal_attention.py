@@ -158,6 +158,7 @@ def test_results_are_those_of_sdpa(config: str, inputs: str, use_cache: bool) ->
         assert (graphs.num_masks() > 0) == (inputs != "packed" or not use_cache)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", quick("qwen3"))
 def test_gradients_are_those_of_sdpa_with_varying_lengths(config: str) -> None:
     theirs, ours = models(CONFIGS[config]())

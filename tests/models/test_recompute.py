@@ -43,7 +43,7 @@ def check(name: str, dropout: float = 0.0, share: float = 0.9) -> Observed:
 
 
 # Those with dropout do the same below.
-@pytest.mark.slow_except("llama")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n if n in UNLIKE else slow(n) for n in MODELS])
 def test_the_same_bits_from_fewer_bytes(name: str) -> None:
     check(name)

@@ -226,7 +226,7 @@ def extra_memory(nbytes: int, *, from_the_beginning: bool) -> Iterator[None]:
     def blocks() -> list[Block]:
         step = calls._step
         assert step is not None
-        return [] if step.is_complete else [Block(7, 20, nbytes)]
+        return [] if step.has_ended else [Block(7, 20, nbytes)]
 
     def others(args: Sequence[Any]) -> OnOtherStreams:
         return OnOtherStreams(blocks, 0, args)

@@ -41,6 +41,7 @@ def test_ddp_around_other_models(ranks: Ranks) -> None:
         assert found["as ever"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", ["around", "inside", "function"])
 def test_compiled_ddp_is_not_compiled_again(ranks: Ranks, compiled: str) -> None:
     for found in ranks("compiled_ddp"):
@@ -48,6 +49,7 @@ def test_compiled_ddp_is_not_compiled_again(ranks: Ranks, compiled: str) -> None
         assert found[compiled][2:] == [0, 0]
 
 
+@pytest.mark.slow
 def test_all_gathers_of_each_fsdp_root_wait(ranks: Ranks) -> None:
     """Each root has streams of its own, and only from its first forward on."""
     for found in ranks("two_roots"):
@@ -55,6 +57,7 @@ def test_all_gathers_of_each_fsdp_root_wait(ranks: Ranks) -> None:
         assert found["both"]
 
 
+@pytest.mark.slow
 def test_fsdp_that_is_applied_later(ranks: Ranks) -> None:
     for found in ranks("sharded_later"):
         assert found["events"] == [1]

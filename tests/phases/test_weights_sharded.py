@@ -116,6 +116,7 @@ def test_a_collective_for_each_mesh_dimension(four: Ranks) -> None:
             assert collectives <= 3 * buckets
 
 
+@pytest.mark.slow
 def test_a_stream_that_ends_early_leaves_no_collective_behind(two: Ranks) -> None:
     for found in of_case(two, "early_close"):
         assert found["held"] == 0

@@ -33,6 +33,7 @@ from fxoffload.planner.simulate import Simulation, simulate
 from fxoffload.planner.windows import no_windows, windows_for
 from fxoffload.runtime.engine import engine_for
 from fxoffload.runtime.tracker import step_memory
+from fxoffload.runtime.tracker.step_state import StepState
 from tests.marks import slow
 from tests.planner.rehearsal import CPU, Seen, Watch, watching
 from tests.support import Block, Stack, assert_equal, assert_nothing_held, batch, compile_counts, effects, heavy_layers
@@ -359,6 +360,7 @@ def test_every_byte_whatever_is_recomputed(name: str, factor: float) -> None:
     assert ran
 
 
+@pytest.mark.slow
 def test_what_only_recomputation_fits_into_is_recomputed() -> None:
     """The host has next to no room."""
     plain = recorded(MODELS["stack"], policy="keep_all").steps(1)[0]
@@ -607,6 +609,7 @@ def test_a_budget_that_everything_fits_into_moves_nothing() -> None:
     assert plan.predicted_peak_bytes == plan.baseline_peak_bytes
 
 
+@pytest.mark.slow
 def test_a_budget_that_nothing_fits_into_warns_once_and_takes_the_least() -> None:
     run = recorded(MODELS["stack"], activation_budget=1)
     with pytest.warns(UserWarning, match="expected an activation_budget of at least"):
@@ -820,6 +823,7 @@ def _raise(*_: Any, **__: Any) -> Any:
     raise RuntimeError("on purpose")
 
 
+@pytest.mark.slow
 def test_forwards_without_a_backward() -> None:
     plain = plain_run("stack")
     run = recorded(MODELS["stack"], steps=3, activation_budget=in_between())
@@ -844,7 +848,7 @@ def follows(model: nn.Module, x: Tensor) -> bool:
     model(x).square().mean().backward()
     step = engine_for(CPU).calls._step
     assert step is not None
-    return step.was_planned and step.regular and step.is_complete
+    return step.began is StepState.FOLLOWING and step.state is StepState.COMPLETE
 
 
 @pytest.mark.parametrize("dropped", [1, 40])

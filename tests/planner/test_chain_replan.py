@@ -653,7 +653,7 @@ def test_a_chain_that_goes_while_it_is_planned_again_is_let_go() -> None:
         assert len([c for c in time.clocks if c._counted]) == 1
 
 
-@pytest.mark.slow_except("40960")
+@pytest.mark.slow
 @pytest.mark.parametrize("extra", [40 << 10, 1 << 20])
 def test_working_sets_that_exceed_the_budget(extra: int) -> None:
     """More is moved, beyond the pinned memory; where that does not help there is a warning."""

@@ -75,7 +75,7 @@ def plain_of(name: str) -> dict[str, Tensor]:
     return recorded(MODELS[name], policy="keep_all").steps(1)[0]
 
 
-@pytest.mark.slow_except("stack")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["stack", slow("dropout"), "two graphs", slow("collecting"), slow("shared")])
 def test_what_only_the_first_steps_needed_goes_and_no_bit_changes(name: str, engine: CopyEngine) -> None:
     budget = in_between(name)

@@ -259,7 +259,7 @@ def gathering() -> Iterator[None]:
     def blocks() -> list[Block]:
         step = calls._step
         assert step is not None
-        return [] if step.is_complete else [Block(GATHERS, 20, EXTRA)]
+        return [] if step.has_ended else [Block(GATHERS, 20, EXTRA)]
 
     torch.compiler.reset()
     with (

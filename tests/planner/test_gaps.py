@@ -357,6 +357,7 @@ class Rehearsed(Measured):
         return self.clocks[-1]
 
 
+@pytest.mark.slow
 def test_a_budget_holds_what_is_allocated_between_calls() -> None:
     """The first plan does not know of it and exceeds its budget; the one made from measured steps keeps it, and says
     how much that takes. No bit of a gradient changes."""

@@ -75,6 +75,7 @@ def test_layers_that_are_graphs_have_the_plan_of_training(budget: str | None) ->
     assert found.label == "Layers"
 
 
+@pytest.mark.slow
 def test_what_was_planned_before_does_not_matter() -> None:
     """Dynamo skips a loop for good in which a graph broke, also where the next model's does not break."""
     summaries = [

@@ -129,6 +129,7 @@ def test_the_users_bounds(step: TrainingStep, share: float, down: int, up: int) 
         assert max(found.windows.ahead, default=0) <= up * MB
 
 
+@pytest.mark.slow
 @many
 @given(training_steps(), st.integers(0, 100))
 def test_the_host(step: TrainingStep, host: int) -> None:

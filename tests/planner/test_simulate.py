@@ -192,6 +192,7 @@ def test_every_value_is_back_before_it_is_read(
             ends = event.end_ms
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(decided_steps(), budgets, budgets, rates, st.sampled_from([0.9, 0.5, 0.1]), st.sampled_from(["d2h", "h2d"]))
 def test_a_slower_link_makes_no_step_faster(

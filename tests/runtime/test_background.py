@@ -48,6 +48,7 @@ def ended(start: str, end: str = "") -> tuple[int, list[str]]:
     return run.returncode, run.stdout.split()
 
 
+@pytest.mark.slow
 def test_the_end_of_the_program_waits_for_what_has_begun() -> None:
     code, (main, *others) = ended("start")
     assert (code, main, sorted(others)) == (0, "main", ["first", "second"])

@@ -537,7 +537,7 @@ def test_an_empty_group_of_a_variant_is_found_again() -> None:
         forced.step()
     assert seen == [(0, True, 3), (0, True, 2), (0, True, 1)]
     assert engine_for(CPU).calls._step is not None
-    assert engine_for(CPU).calls._step.is_complete
+    assert engine_for(CPU).calls._step.has_ended
 
 
 def test_a_backward_of_variant_0_does_not_take_a_variants_call() -> None:

@@ -75,6 +75,7 @@ def test_gradients_of_adapters_do_not_depend_on_offloading(kind: str, checkpoint
     assert_close(kept, eager)
 
 
+@pytest.mark.slow
 def test_layers_with_adapters_are_planned_together() -> None:
     model = compile_in(adapted(checkpointing=False), "layers", activation_budget="1GiB")
     before = {p.graph for p in fxoffload.plans()}

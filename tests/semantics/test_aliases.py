@@ -158,6 +158,7 @@ def test_inputs_that_share_memory_move_once() -> None:
     _assert_each_storage_moves_once(flip)
 
 
+@pytest.mark.slow
 def test_same_tensor_as_two_arguments() -> None:
     model = Bilinear()
     flip_against_eager(model, lambda call: (lambda h: (call(h, h) ** 2).sum())(batch()))
@@ -206,6 +207,7 @@ def test_saved_tensors_with_gaps_and_offsets() -> None:
     assert torch.equal(wide, before)
 
 
+@pytest.mark.slow
 def test_tuple_outputs() -> None:
     class Several(Stack):
         def forward(self, x: Tensor) -> tuple[Tensor, dict[str, object]]:  # type: ignore[override]

@@ -120,6 +120,7 @@ class Attention(Block):
         return super().forward(x + mixed.transpose(1, 2).flatten(2))
 
 
+@pytest.mark.slow
 def test_checkpointed_attention_compiled_layer_by_layer_is_planned() -> None:
     before = {p.graph for p in fxoffload.plans()}
     found = {}
@@ -186,6 +187,7 @@ def test_eager_checkpoint_around_layers_compiled_on_their_own(reentrant: bool, d
     assert both == fxoffload.stats().bytes_offloaded / 2
 
 
+@pytest.mark.slow_except("inside-selective", "around-all")
 @pytest.mark.parametrize("selective", [False, True], ids=["all", "selective"])
 @pytest.mark.parametrize("inside", [False, True], ids=["around", "inside"])
 @pytest.mark.filterwarnings("ignore:.*context_fn")

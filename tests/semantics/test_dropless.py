@@ -90,6 +90,7 @@ def test_what_experts_save_is_offloaded_like_anything_else(kind: str) -> None:
         assert num_dynamo_graphs() == graphs
 
 
+@pytest.mark.slow
 def test_more_tokens_for_one_expert_move_as_many_bytes() -> None:
     """All rows to one expert, or spread: the sum is the same, and nothing is padded to a bound."""
     model = compile_in(Stack(1, block=Dropless), "layers")

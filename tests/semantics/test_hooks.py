@@ -45,7 +45,7 @@ HOOKS: dict[str, Callable[[], contextlib.AbstractContextManager[object]]] = {
 }
 
 
-@pytest.mark.slow_except("forward-detach", "forward-numpy", "step-clone", "step-save_on_cpu")
+@pytest.mark.slow_except("forward-numpy", "step-save_on_cpu")
 @pytest.mark.parametrize("hooks", HOOKS)
 @pytest.mark.parametrize("where", ["forward", "step"])
 def test_a_call_under_saved_tensor_hooks_keeps_everything_and_says_so(hooks: str, where: str) -> None:
@@ -233,6 +233,7 @@ def _enabled() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow_except("config")
 @pytest.mark.parametrize("switch", [_config_switch, _enabled], ids=["config", "enable"])
 def test_a_step_under_compiled_autograd_keeps_everything_and_says_so(
     switch: Callable[[], contextlib.AbstractContextManager[None]],
@@ -302,6 +303,7 @@ def _register_late(loss: Tensor, pack: Callable[[Tensor], object], unpack: Calla
     return found
 
 
+@pytest.mark.slow_except("copied", "same object")
 @pytest.mark.parametrize("kind", ["same object", "detached", "copied"])
 def test_hooks_set_after_the_forward_never_give_wrong_gradients(kind: str) -> None:
     model = Stack()

@@ -49,7 +49,7 @@ def check(found: Found) -> None:
     assert found.again.malloc_used < 4 * MIB, shown
 
 
-@pytest.mark.slow_except("keep_all")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

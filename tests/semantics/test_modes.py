@@ -141,6 +141,7 @@ def test_dynamic_shapes_compile_once_and_offload_at_every_length(mark: bool, min
         assert by_length[24] == 2 * by_length[12] == 3 * by_length[8]
 
 
+@pytest.mark.slow
 def test_min_bytes_holds_for_the_size_of_the_call_not_of_the_compilation() -> None:
     model = Stack()
     # The saved values are of 2 x length x 16 (or x 32, or x 1) floats.
@@ -221,6 +222,7 @@ def test_autocast() -> None:
     assert not [c.name for c in graph.saved.candidates for n in c.nodes if tuple(n.meta["val"].shape) in shapes]
 
 
+@pytest.mark.slow
 def test_grad_scaler_trains_to_the_same_weights() -> None:
     start = Stack()
     model = copy.deepcopy(start)
@@ -250,6 +252,7 @@ def test_grad_scaler_trains_to_the_same_weights() -> None:
     assert_close(flip.observed, train(model), rtol=0.05, atol=0.05)
 
 
+@pytest.mark.slow_except("options1")
 @pytest.mark.parametrize(
     "options", [{"policy": "offload_all"}, {"policy": "auto", "recompute": "default", "max_slowdown": 99.0}]
 )
@@ -278,6 +281,7 @@ def test_dropout_under_inductor_is_that_of_eager_with_fallback_random() -> None:
     assert_close(flip.observed, train_step(model, lambda: (model(batch()) ** 2).sum())())
 
 
+@pytest.mark.slow
 def test_dropout_inside_a_checkpoint_is_that_of_a_run_that_recomputes_nothing() -> None:
     class Checkpointed(Block):
         def forward(self, x: Tensor) -> Tensor:

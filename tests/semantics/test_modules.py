@@ -144,6 +144,7 @@ class Broken(Stack):
         return self.head(x)
 
 
+@pytest.mark.slow
 def test_graph_breaks_in_the_middle() -> None:
     model = Broken(layers=6)
     module = compiled(model)
@@ -216,6 +217,7 @@ def test_every_layer_compiled_on_its_own(dropout: float) -> None:
     assert all(any(c.is_input for c in g.saved.candidates) for g in flip.graphs)
 
 
+@pytest.mark.slow
 def test_number_of_compilations_of_layers_compiled_on_their_own() -> None:
     plain = _graphs_compiled(_per_layer(Stack(layers=6), "aot_eager"))
     torch.compiler.reset()

@@ -116,7 +116,7 @@ def check(model: nn.Module, x: Tensor, expected: list[Tensor], inner: str) -> No
     assert all(torch.equal(a, b) for a, b in zip(found["keep_all"], found["offload_all"], strict=True))
 
 
-@pytest.mark.slow_except("PostNorm-aot_eager")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("block", "inner"),
     [

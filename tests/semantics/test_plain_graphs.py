@@ -115,7 +115,7 @@ class Updated(nn.Module):
         return x
 
 
-@pytest.mark.slow_except("twice-aot_eager")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "inner"),
     [

@@ -126,6 +126,7 @@ def test_the_loss_alone() -> None:
     assert graph.outputs.are_held is None and graph.outputs.have_gradients is None
 
 
+@pytest.mark.slow
 def test_under_compiled_autograd_autograd_makes_the_zeros() -> None:
     from torch._dynamo import compiled_autograd
 

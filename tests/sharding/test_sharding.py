@@ -213,6 +213,7 @@ def test_one_rank_compiles_and_plans_again(worlds: Worlds, case: str) -> None:
         assert_same_collectives(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["ranks.unequal_lengths"])
 def test_unequal_lengths(worlds: Worlds, case: str) -> None:
     both = worlds(2, case)
@@ -224,6 +225,7 @@ def test_unequal_lengths(worlds: Worlds, case: str) -> None:
     assert all(0 < a < b for a, b in zip(both[0]["moved"], both[1]["moved"], strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["ranks.checked"])
 def test_check_ranks(worlds: Worlds, case: str) -> None:
     first, second = worlds(2, case)
