@@ -11,12 +11,13 @@ from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
 
 from fxoffload.options import Options
+from tests.marks import slow
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))]
 
 
-@pytest.mark.parametrize("name", DOCUMENTS)
+@pytest.mark.parametrize("name", [slow(name) if "planning_without_a_gpu" in name else name for name in DOCUMENTS])
 def test_python_blocks_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)

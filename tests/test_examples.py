@@ -47,6 +47,7 @@ def test_demo() -> None:
     assert ignored.returncode == 0, f"{picture[1]} would be committed"
 
 
+@pytest.mark.slow
 def test_moe_checkpoints(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     text = run_example("moe_checkpoints.py", str(tmp_path))

@@ -91,6 +91,7 @@ assert not torch.cuda.is_initialized(), "listing the backends started CUDA"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
+@pytest.mark.slow
 def test_the_import_leaves_inductor_alone() -> None:
     """It takes about a second. Nor do parts that need no compiler import it."""
     code = """

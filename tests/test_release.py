@@ -123,6 +123,7 @@ def test_the_installed_command_answers(environment: Path, tmp_path: Path) -> Non
     assert all(name in shown for name in ("doctor", "plan", "bench", "profile", "moe"))
 
 
+@pytest.mark.slow
 def test_the_installed_package_trains(environment: Path, tmp_path: Path) -> None:
     assert run([environment / "python", "-c", STEP], tmp_path) == "trained\n"
 

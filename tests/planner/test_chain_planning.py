@@ -296,7 +296,7 @@ def test_every_byte_whatever_is_decided(name: str, share: float) -> None:
     assert reclaimed > 0
 
 
-@pytest.mark.slow_except("whole-two graphs")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [slow(n) if n == "shared" else n for n in MODELS])
 @pytest.mark.usefixtures("heavy")
 def test_every_byte(name: str) -> None:

@@ -423,6 +423,7 @@ def a_slower_link(description: float = 1e-3) -> Iterator[list[float]]:
         yield thought
 
 
+@pytest.mark.slow
 def test_calls_recompute_more_where_copies_are_slow() -> None:
     """Two calls run a variant, and more of them are to."""
     plain = kept()

@@ -197,6 +197,7 @@ def recorded(name: str) -> Recorded:
     return found
 
 
+@pytest.mark.slow
 def test_budgets() -> None:
     """Every budget from the smallest to what plain Inductor takes is kept, and a larger one is never slower."""
     found = recorded("tower")

@@ -161,7 +161,7 @@ def test_backwards_in_the_order_of_the_forwards(offload: bool) -> None:
 # -- lifetimes of saved values -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow_except("False-True")
+@pytest.mark.slow
 @pytest.mark.parametrize("gate", [False, True])
 @pytest.mark.parametrize("offload", [False, True])
 def test_a_graph_that_is_dropped_frees_everything(gate: bool, offload: bool) -> None:
