@@ -14,12 +14,13 @@ import ast
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -180,13 +181,13 @@ def _trees(number: int) -> Iterator[Path]:
         yield tree / "tree"
 
 
-def _noticed_by(tree: Path, marks: str) -> str | None:
+def _noticed_by(tree: Path, marks: str, tests: Sequence[str] = TESTS) -> str | None:
     """The first test that fails, or "a hang"; None: none does."""
     environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-W", "ignore", "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider"]
     try:
         ended = subprocess.run(
-            [*command, "-m", marks, *TESTS], cwd=tree, env=environment, capture_output=True, text=True, timeout=LIMIT_S
+            [*command, "-m", marks, *tests], cwd=tree, env=environment, capture_output=True, text=True, timeout=LIMIT_S
         )
     except subprocess.TimeoutExpired:
         return "a hang"
@@ -206,7 +207,19 @@ def _run(tree: Path, mutant: Mutant, *, with_slow: bool) -> dict[str, object]:
         slow = _noticed_by(tree, "slow and not gpu") if quick is None and with_slow else None
     finally:
         file.write_text(source)
-    return {**asdict(mutant), "quick": quick, "slow": slow, "seconds": round(time.monotonic() - began, 1)}
+    found = quick or slow
+    if found is not None and (failed := re.match(r"FAILED (\S+::.*?)(?: - |$)", found)):
+        # A test that fails without the mistake too says nothing.
+        noise = _noticed_by(tree, "not gpu", [failed[1]])
+    else:
+        noise = None
+    return {
+        **asdict(mutant),
+        "quick": quick,
+        "slow": slow,
+        "is_noise": noise is not None,
+        "seconds": round(time.monotonic() - began, 1),
+    }
 
 
 def main() -> int:
@@ -237,6 +250,7 @@ def main() -> int:
         list(pool.map(one, chosen))
     for tree in free:
         shutil.rmtree(tree.parent, ignore_errors=True)
+    found = [m for m in found if not m["is_noise"]]
     quick, slow = (sum(m[k] is not None for m in found) for k in ("quick", "slow"))
     print(f"{len(found)} mutants: {quick} noticed by the quick tests, {slow} more by the slow ones")
     return 0
