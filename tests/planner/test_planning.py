@@ -369,7 +369,9 @@ def test_the_first_step_follows_its_own_schedule(monkeypatch: pytest.MonkeyPatch
         first.append(best.scheduler.smallest())
         return first[-1]
 
-    budget = middle(recompute="default")  # which plans too, where no other test has asked
+    budget = middle(recompute="default")
+    torch.compiler.reset()
+    fxoffload.reset_stats()  # it has trained, where no other test had asked
     monkeypatch.setattr(planning.Planning, "_first", tighter)
     model = tower()
     run = scenario(model, compiled(model, activation_budget=budget, recompute="default"))
