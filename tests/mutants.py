@@ -156,9 +156,7 @@ def mutants() -> list[Mutant]:
 def _trees(number: int) -> Iterator[Path]:
     for _ in range(number):
         tree = Path(tempfile.mkdtemp(prefix="mutant-"))
-        shutil.copytree(
-            ROOT, tree / "tree", symlinks=True, ignore=shutil.ignore_patterns(".venv*", ".git", "*.pyc")
-        )
+        shutil.copytree(ROOT, tree / "tree", symlinks=True, ignore=shutil.ignore_patterns(".venv*", ".git", "*.pyc"))
         yield tree / "tree"
 
 
