@@ -1,4 +1,4 @@
-"""What the code that is compiled does besides: each function wraps a forward or a backward, and adds one thing."""
+"""Wrappers of compiled forwards and backwards: each adds one thing to a call."""
 
 from __future__ import annotations
 

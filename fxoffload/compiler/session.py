@@ -562,7 +562,7 @@ class CompileSession:
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], kwargs: GraphKwargs
     ) -> Callable[[list[Any]], Any]:
         state = self._builder.find(gm, self._num_user_outputs, self._static_inputs)
-        told.skipped(state)
+        told.count_skipped(state)
         if not state.saved.candidates or "offload" in self.disabled:
             self._plain = True
             if "offload" in self.disabled:

@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 
 
 def the_plan_wins(ignored: str) -> None:
+    """torch's own settings of what is saved, named in ``ignored``, have no effect."""
     tell.warn_once(
         ("torch's settings", ignored),
         f"expected one place that chooses what is saved and recomputed, found torch's own settings beside fxoffload: "
@@ -26,10 +27,12 @@ def the_plan_wins(ignored: str) -> None:
 
 
 def checkpointing_stays() -> None:
+    """No plan for the step takes the place of activation checkpointing."""
     log.info("no two steps were alike: activation checkpointing of graphs of one layer goes on being obeyed")
 
 
 def irregular_steps(budget_bytes: int) -> None:
+    """No plan for the step is made, though there is a budget."""
     tell.warn(
         "expected steps that run the same compiled graphs, each once, and then their backwards in reverse, to plan for "
         f"an activation_budget of {format_bytes(budget_bytes)}; found none that came twice in a row. Such steps run "
@@ -71,7 +74,7 @@ def nothing_moves(state: ForwardState, options: Options) -> None:
         )
 
 
-def skipped(state: ForwardState) -> None:
+def count_skipped(state: ForwardState) -> None:
     """Counts the values that stay, by their reasons."""
     for item in state.saved.skipped:
         counters.add_reason("bytes_skipped", item.reason, item.nbytes or 0)
