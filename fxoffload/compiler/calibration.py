@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from fxoffload.compiler.explain import floors_of
 from fxoffload.compiler.graph_budget import GraphBudget
 from fxoffload.plan_report.registry import PlanBox
+from fxoffload.planner.frontier import in_measured_time
 from fxoffload.planner.objective import Objective
 from fxoffload.planner.plan import Basis, Decision, Prediction
 from fxoffload.planner.rates import ProfileRates
@@ -126,9 +127,13 @@ class Recalibration(ABC):
         finally:
             self._limit = whole
         self._schedule = now
+        predicted, plan = Prediction.of(now.simulation), self._box.plan
+        frontier = in_measured_time(plan, predicted, baseline)
         self._box.update(
-            predicted=Prediction.of(now.simulation),
+            predicted=predicted,
             baseline=baseline,
+            frontier=frontier,
+            smallest_budget_bytes=frontier[0].budget_bytes if frontier else plan.smallest_budget_bytes,
             floors=tuple(floors_of(self.step, now.simulation)),
             simulation=now.simulation,
             basis=basis,
@@ -160,9 +165,9 @@ class Recalibration(ABC):
                 "planned again with measured times: %.1f -> %.1f ms", now.simulation.step_ms, found.simulation.step_ms
             )
             now = found
-            self._box.update(summary=self.summary_of(found, baseline))
             self.follow(found)
         now = self.settle(now, baseline)
+        self._box.update(summary=self.summary_of(now, baseline))
         self._warn_of_the_budget(now)
         decisions = self.decisions(now)
         if decisions is not None:

@@ -38,6 +38,7 @@ from fxoffload.compiler.explain import (
     why_it_stays,
 )
 from fxoffload.compiler.planning import TUNING_BYTES
+from fxoffload.compiler.variant_maker import VariantMaker
 from fxoffload.passes.find_candidates import SavedValues
 from fxoffload.plan_report.plan import Plan
 from fxoffload.plan_report.registry import PlanBox
@@ -395,23 +396,14 @@ class ChainPlanning:
             [ChainPlanning, Schedule, tuple[weakref.ref[TrackedGraph], ...], PlanBox], PlanObserver | None
         ],
     ) -> ChainPlan:
-        """The plan as calls follow it. Variants are compiled when it is followed for the first time; where that fails,
-        graphs run as they were compiled. ``observe``: makes what measures its first steps."""
+        """The plan as calls follow it. Variants are compiled when it is followed for the first time, or before; where
+        that fails, graphs run as they were compiled. ``observe``: makes what measures its first steps."""
         wanted = [(d.variant_maker, v) for d, v in zip(self.descriptions, self.choice.variants, strict=True)]
-        self.numbers = numbers = [m.add(v) if m is not None and v is not None else 0 for m, v in wanted]
+        self.numbers = [m.add(v) if m is not None and v is not None else 0 for m, v in wanted]
         first = self._first_choices()
         found = self._to_follow(tracked_graphs, schedule, box, observer=observe(self, schedule, tracked_graphs, box))
-        if all(m is None or not n or m.is_compiled(n) for (m, _), n in zip(wanted, numbers, strict=True)):
+        if not self._missing():
             return found
-
-        def prepare() -> None:
-            began = time.perf_counter()
-            missing = [(m, n) for (m, _), n in dict.fromkeys(zip(wanted, numbers, strict=True)) if m is not None and n]
-            with working("compiling variants") as work:
-                for i, (variant_maker, number) in enumerate(missing):
-                    work.what = f"compiling variant {i + 1} of {len(missing)}"
-                    variant_maker.compile(number)
-            log.info("compiled variants in %.1f s", time.perf_counter() - began)
 
         def otherwise() -> ChainPlan:
             self.choice, self.numbers = self.compiled, [0] * len(self.descriptions)
@@ -419,7 +411,33 @@ class ChainPlanning:
             self.summary = f"its variants could not be compiled; with the graphs as they are: {self.gain(instead)}"
             return self._to_follow(tracked_graphs, instead, PlanBox(self.describe(instead)))
 
-        return replace(found, prepare=prepare, otherwise=otherwise, first=first)
+        return replace(found, prepare=self.compile_variants, otherwise=otherwise, first=first)
+
+    def _missing(self) -> list[tuple[VariantMaker, int]]:
+        """The numbers of variants that calls are to run, and that are not compiled."""
+        pairs = dict.fromkeys(zip((d.variant_maker for d in self.descriptions), self.numbers, strict=True))
+        return [(m, n) for m, n in pairs if m is not None and n and not m.is_compiled(n)]
+
+    def may_compile_beside_steps(self) -> bool:
+        """Whether all variants may be compiled while steps run."""
+        return all(m.may_compile_beside_steps() for m, _ in self._missing())
+
+    def compile_variants(self, *, beside_steps: bool = False) -> None:
+        """Compile the variants that calls are to run. ``beside_steps``: while others run."""
+        began, missing = time.perf_counter(), self._missing()
+        with working("compiling variants", in_background=beside_steps) as work:
+            for i, (variant_maker, number) in enumerate(missing):
+                background.check()
+                work.what = f"compiling variant {i + 1} of {len(missing)}"
+                variant_maker.compile(number, beside_steps=beside_steps)
+        log.info("compiled variants in %.1f s", time.perf_counter() - began)
+
+    def choices_until_compiled(self) -> tuple[Choice, ...] | None:
+        """Each call's choice as the graphs are compiled, until the variants are; None: nothing meets the objective."""
+        schedule = self.compiled.schedule
+        if schedule is None:
+            return None
+        return tuple(self._choice(k, self.compiled, schedule, 0) for k in range(len(self.descriptions)))
 
     def _first_choices(self) -> tuple[Choice, ...]:
         """For the step in which the variants' kernels are tuned: the budget is met then too, where that is possible."""

@@ -14,7 +14,7 @@ from fxoffload.compiler.chain_replan import replan_for_chain
 from fxoffload.plan_report.registry import PlanBox
 from fxoffload.runtime import background
 from fxoffload.runtime.engine import engine_for
-from fxoffload.runtime.tracker.chains import ChainPlan, Meanwhile, Seen
+from fxoffload.runtime.tracker.chains import ChainPlan, Meanwhile, Seen, why_not_ready
 from fxoffload.runtime.tracker.tracked_graph import TrackedGraph
 
 log = logging.getLogger(__name__)
@@ -30,8 +30,8 @@ def plan_chain(
         tracked_graphs: of the calls, in the order of their forwards.
         seen: observations of their memory.
         sizes: of the calls, the largest that the plan is to serve; empty where none vary.
-        meanwhile: is given a plan for the graphs as they are, which takes a fraction of the time to make; None: no
-            call would follow it.
+        meanwhile: is given a plan for the graphs as they are, which takes a fraction of the time to make. The plan that
+            is returned has its variants compiled then, where that disturbs no step. None: no step runs until then.
     """
     descriptions = [t.description for t in tracked_graphs if isinstance(t.description, GraphDescription)]
     if (
@@ -55,4 +55,15 @@ def plan_chain(
         engine_for(planning.device).pin(schedule.simulation.bytes_offloaded, planning.budgets)
     box = PlanBox(planning.describe(schedule))
     log.info("planned %d calls in %.1f s: %s", len(descriptions), time.perf_counter() - began, box.plan.summary)
-    return planning.to_follow(refs, schedule, box, replan_for_chain)
+    plan = planning.to_follow(refs, schedule, box, replan_for_chain)
+    if meanwhile is None or plan.prepare is None or not planning.may_compile_beside_steps():
+        return plan
+    if (until := planning.choices_until_compiled()) is not None:
+        meanwhile(ChainPlan(refs, until, sizes=planning.sizes))
+    try:
+        planning.compile_variants(beside_steps=True)
+    except Exception as error:
+        background.warn(why_not_ready(plan, error))
+        return None if plan.otherwise is None else plan.otherwise()
+    plan.prepare = plan.otherwise = None
+    return plan

@@ -21,6 +21,7 @@ from fxoffload.machine.estimate_error import describe_error
 from fxoffload.passes.checkpointed import clear_checkpointing, num_checkpointed
 from fxoffload.plan_report.plan import Plan
 from fxoffload.plan_report.summary import aim_of, gain_of
+from fxoffload.planner.frontier import frontier_of
 from fxoffload.planner.objective import Objective
 from fxoffload.planner.plan import FrontierPoint, Prediction
 from fxoffload.planner.rates import ProfileRates
@@ -341,13 +342,9 @@ class Planning:
         for one in (smallest, best, *between):
             if one is not None:
                 found.append((one.limit_bytes or _simulation(one).peak_bytes, _simulation(one)))
-        points: list[FrontierPoint] = []
-        for budget, one in sorted(found, key=lambda p: (p[0], p[1].step_ms)):
-            if not points or one.step_ms < points[-1].step_ms:
-                while points and points[-1].peak_bytes >= one.peak_bytes:
-                    points.pop()
-                points.append(FrontierPoint(budget + self.library_bytes, one.peak_bytes, one.step_ms))
-        return tuple(points)
+        return frontier_of(
+            FrontierPoint(budget + self.library_bytes, one.peak_bytes, one.step_ms) for budget, one in found
+        )
 
     def _first(self, best: Try) -> Schedule | None:
         if self.limit_bytes is None or self.settings.device.type != "cuda":

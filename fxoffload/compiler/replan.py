@@ -269,7 +269,8 @@ class Calibration(Recalibration):
 
     def summary_of(self, found: Schedule, baseline: Prediction) -> str:
         """See ``Recalibration``."""
-        return f"{aim_of(self._objective)}, by what was measured: {gain_of(found.simulation, baseline)}"
+        _, also, said = self._box.plan.summary.partition("; ")
+        return f"{aim_of(self._objective)}, by what was measured: {gain_of(found.simulation, baseline)}{also}{said}"
 
     def follow(self, found: Schedule) -> None:
         """See ``Recalibration``."""

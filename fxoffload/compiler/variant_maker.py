@@ -110,7 +110,8 @@ class _Unfit(Exception):
 class VariantMaker:
     """Everything that is kept of a graph to make variants of it.
 
-    Any method may be called on any thread; ``compile`` belongs to those that run the forwards, between two steps.
+    Any method may be called on any thread; ``compile`` belongs to those that run the forwards, between two steps,
+    unless it is told that it runs beside them.
 
     Args:
         source: where variants come from.
@@ -248,8 +249,15 @@ class VariantMaker:
         """Whether calls may run it."""
         return number in self._variants
 
-    def compile(self, number: int) -> None:
-        """Compile a reserved variant, unless it is compiled. Whatever it raises, nothing but the number is lost."""
+    def may_compile_beside_steps(self) -> bool:
+        """Whether ``compile`` may run beside the steps."""
+        return self._surroundings.may_compile_beside_steps()
+
+    def compile(self, number: int, *, beside_steps: bool = False) -> None:
+        """Compile a reserved variant, unless it is compiled. Whatever it raises, nothing but the number is lost.
+
+        ``beside_steps``: other threads train meanwhile.
+        """
         with self._compiling:
             if self.is_compiled(number):
                 return
@@ -260,7 +268,7 @@ class VariantMaker:
             try:
                 # An entry of Inductor's cache may assume more of sizes than this graph does, and yet be taken for it.
                 cache = inductor_config.patch(fx_graph_cache=False) if self._varies else contextlib.nullcontext()
-                with self._surroundings.restored(compiles=True), cache:
+                with self._surroundings.restored(compiles=True, beside_steps=beside_steps), cache:
                     compiled, described = self._compile(number, variant)
             except BaseException:
                 with self._lock:

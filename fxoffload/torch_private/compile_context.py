@@ -15,6 +15,7 @@ import torch
 from torch._guards import CompileContext, TracingContext, compile_context, tracing
 from torch._inductor import config as inductor_config
 
+from fxoffload.torch_private.inductor import generators_left_alone, needs_kernels_while_compiling
 from fxoffload.torch_private.tensor_subclasses import DisableTorchFunction
 
 
@@ -79,13 +80,17 @@ class Surroundings:
         metadata = copy.copy(context.fw_metadata)
         return Surroundings(context.fake_mode, metadata, CompileContext.try_get(), inductor, functorch)
 
+    def may_compile_beside_steps(self) -> bool:
+        """Whether a thread may compile while others train: no kernels are timed."""
+        return not needs_kernels_while_compiling(self.inductor)
+
     def mutates_inputs(self) -> bool:
         """Whether the graph writes to some input, or has effects that are ordered by tokens."""
         written = any(i.mutates_data or i.mutates_metadata for i in self.metadata.input_info)
         return written or bool(self.metadata.tokens)
 
     @contextlib.contextmanager
-    def restored(self, *, compiles: bool) -> Iterator[None]:
+    def restored(self, *, compiles: bool, beside_steps: bool = False) -> Iterator[None]:
         """Within it one may partition, and compile if so said, on any thread, whatever that thread is doing.
 
         Code that is compiled already is left as it is.
@@ -96,7 +101,8 @@ class Surroundings:
         Nothing new may be assumed of sizes that vary: see ``no_new_guards``.
 
         To compile may draw random numbers (kernels are tuned on them): the state of the generators is put back. That
-        would disturb a thread that draws meanwhile, so compile only on a thread that is the only one to draw.
+        would disturb a thread that draws meanwhile. So compile on the only thread that draws, or ``beside_steps``,
+        where no numbers are drawn; see ``may_compile_beside_steps``.
         """
         import torch._functorch.config as functorch_config
         from torch._dynamo.convert_frame import compile_lock
@@ -110,7 +116,8 @@ class Surroundings:
         with contextlib.ExitStack() as stack:
             stack.enter_context(compile_lock)
             stack.enter_context(_disable_current_modes())
-            stack.enter_context(preserve_rng_state() if compiles else contextlib.nullcontext())
+            if compiles and not beside_steps:
+                stack.enter_context(preserve_rng_state())
             stack.enter_context(torch._C._DisableAutocast())  # type: ignore[attr-defined]
             stack.enter_context(torch.no_grad())
             for config, then in ((inductor_config, self.inductor), (functorch_config, self.functorch)):
@@ -119,6 +126,8 @@ class Surroundings:
                     changed = {k: v for k, v in changed.items() if k in _read_by_partitioner()}
                 if changed:
                     stack.enter_context(config.patch(changed))
+            if beside_steps:
+                stack.enter_context(generators_left_alone())
             stack.enter_context(tracing(context))
             stack.enter_context(compile_context(self.compile_context))
             stack.enter_context(no_new_guards(self.fake_mode.shape_env))

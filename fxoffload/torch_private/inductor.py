@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch._inductor import config as inductor_config
@@ -37,12 +38,12 @@ def __getattr__(name: str) -> Any:
 
 
 @contextlib.contextmanager
-def replaced(owner: type, name: str, value: object) -> Iterator[None]:
-    """Replace an attribute of a class for a while.
+def replaced(owner: object, name: str, value: object) -> Iterator[None]:
+    """Replace an attribute of a class or a module for a while.
 
     Needed by all versions of torch: it replaces private methods of Inductor.
     """
-    before = owner.__dict__[name]
+    before = vars(owner)[name]
     setattr(owner, name, value)
     try:
         yield
@@ -64,9 +65,33 @@ _TIMES_KERNELS = (
 )
 
 
-def needs_kernels_while_compiling() -> bool:
+def needs_kernels_while_compiling(settings: Mapping[str, Any] | None = None) -> bool:
     """Whether Inductor may run some of a graph's kernels while it compiles the graph.
 
     Needed by torch 2.11 to 2.14: settings of ``torch._inductor.config``.
+
+    Args:
+        settings: that take the place of today's.
     """
-    return any(getattr(inductor_config, name, None) for name in _TIMES_KERNELS)
+    found = settings or {}
+    return any(found.get(name, getattr(inductor_config, name, None)) for name in _TIMES_KERNELS)
+
+
+@contextlib.contextmanager
+def generators_left_alone() -> Iterator[None]:
+    """Within it this thread compiles without reading or writing the state of random generators, which others may use.
+
+    Inductor puts back the state that it found: other threads would draw the same numbers twice. It draws for one
+    thing only where no kernels are timed, to find out whether larger matrices multiply faster: it does not do so here.
+
+    Needed by torch 2.11 to 2.15: it replaces a function that Inductor calls.
+    """
+    from torch._dynamo import utils
+
+    mine, everywhere = threading.get_ident(), utils.preserve_rng_state
+
+    def preserve_rng_state() -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if threading.get_ident() == mine else everywhere()
+
+    with replaced(utils, "preserve_rng_state", preserve_rng_state), inductor_config.patch(shape_padding=False):
+        yield

@@ -96,14 +96,15 @@ def sleep(ms: float) -> None:
     torch.cuda._sleep(int(ms * CYCLES_PER_MS))
 
 
-def allocated_above(run: Callable[[], object]) -> int:
-    """Most bytes that were allocated on the device while ``run`` went, above those before it."""
+def allocated_above(run: Callable[[], object], counter: str = "allocated_bytes") -> int:
+    """Most bytes that were allocated on the device while ``run`` went, above those before it. A block may be up to 1
+    MiB larger than its request; ``"requested_bytes"`` counts requests."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    before = torch.cuda.memory_stats()[f"{counter}.all.current"]
     run()
     torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
+    return torch.cuda.memory_stats()[f"{counter}.all.peak"] - before
 
 
 def kept_peak(module: nn.Module, step: Callable[[], Tensor]) -> int:

