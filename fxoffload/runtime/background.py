@@ -112,8 +112,8 @@ def _giving_way() -> Iterator[None]:
     """Let threads of the step have the interpreter at once while a plan is made.
 
     They need it thousands of times, for microseconds each. Python lets a computing thread keep it for 5 ms each time:
-    during a plan, steps took two to eight times as long (two H100s, 2026-11-25). An operator of 8 us took 4,700 us while
-    another thread computed, 99 with 0.1 ms instead of 5, 33 with 1 us (CPU, 2026-11-27).
+    during a plan, steps took two to eight times as long (two H100s, 2026-11-25). An operator of 8 us took 4,700 us
+    while another thread computed, 99 with 0.1 ms instead of 5, 33 with 1 us (CPU, 2026-11-27).
     """
     before = sys.getswitchinterval()
     if before <= _SWITCH_S:
