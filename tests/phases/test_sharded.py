@@ -46,8 +46,11 @@ Ranks = Callable[[str], list[Found]]
 
 
 @pytest.fixture(scope="session")
-def ranks(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Ranks:
-    """What both ranks found in a case. They are started once, whichever worker needs them first."""
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Ranks:
+    """What both ranks found in a case. They are started once, whichever worker needs them first, and run the cases of
+    the tests that are to run."""
+    items = [item for item in request.session.items if "ranks" in getattr(item, "fixturenames", ())]
+    wanted = {item.callspec.params.get("case") for item in items}  # pyright: ignore[reportAttributeAccessIssue]
     base = tmp_path_factory.getbasetemp()
     folder = (base if worker_id == "master" else base.parent) / "away"
     folder.mkdir(exist_ok=True)
@@ -55,15 +58,16 @@ def ranks(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Ranks:
         fcntl.flock(lock, fcntl.LOCK_EX)
         kept = folder / "ended"
         if not kept.exists():
-            kept.write_bytes(pickle.dumps(launch(folder, 2, CASES)))
+            kept.write_bytes(pickle.dumps(launch(folder, 2, [case for case in CASES if case in wanted])))
     ended: list[Ended] = pickle.loads(kept.read_bytes())
-    return lambda case: [rank.found(case if "." in case else f"away.{case}") for rank in ended]
+    return lambda case: [rank.found(case) for rank in ended]
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_nothing_is_left_of_an_offload(ranks: Ranks, model: str) -> None:
+@pytest.mark.slow_except("away.noop_fsdp2", "away.noop_fsdp1", "away.noop_ddp", "away.noop_tensor_parallel")
+@pytest.mark.parametrize("case", [f"away.noop_{model}" for model in MODELS])
+def test_nothing_is_left_of_an_offload(ranks: Ranks, case: str) -> None:
     """Objects, layouts, aliases, padding and bytes; and the next five steps, offloaded three times in between."""
-    for found in ranks(f"noop_{model}"):
+    for found in ranks(case):
         assert found["changed"] == []
         assert found["same"]
         assert found["held"] > 2000
@@ -74,12 +78,12 @@ def test_nothing_is_left_of_an_offload(ranks: Ranks, model: str) -> None:
         assert found["num_waits"] > 1
 
 
-@pytest.mark.parametrize("steps", ["uses", "fresh"])
-@pytest.mark.parametrize("model", USED)
-def test_every_use_raises_and_breaks_nothing(ranks: Ranks, model: str, steps: str) -> None:
+@pytest.mark.slow_except("away.uses_fsdp2", "away.uses_fsdp1", "away.uses_ddp", "away.fresh_fsdp2")
+@pytest.mark.parametrize("case", [f"away.{steps}_{model}" for steps in ("uses", "fresh") for model in USED])
+def test_every_use_raises_and_breaks_nothing(ranks: Ranks, case: str) -> None:
     """On both ranks, so that neither waits for the other in a collective. ``fresh``: offloaded before the first step,
     when FSDP has not initialized itself."""
-    for found in ranks(f"{steps}_{model}"):
+    for found in ranks(case):
         assert len(found["tried"]) >= 8
         for use, (kind, message) in found["tried"].items():
             assert kind == "OffloadedError", (use, kind, message)
@@ -89,16 +93,18 @@ def test_every_use_raises_and_breaks_nothing(ranks: Ranks, model: str, steps: st
         assert found["same"]
 
 
-@pytest.mark.parametrize("model", ["fsdp1", "fsdp1_flat"])
-def test_state_dicts_of_fsdp1_name_what_streams_weights(ranks: Ranks, model: str) -> None:
-    for found in ranks(f"uses_{model}"):
+@pytest.mark.slow_except("away.uses_fsdp1")
+@pytest.mark.parametrize("case", ["away.uses_fsdp1", "away.uses_fsdp1_flat"])
+def test_state_dicts_of_fsdp1_name_what_streams_weights(ranks: Ranks, case: str) -> None:
+    for found in ranks(case):
         assert "stream_weights()" in found["tried"]["state dict"][1]
 
 
-@pytest.mark.parametrize("model", SAVED)
-def test_checkpoints_are_written_from_the_host(ranks: Ranks, model: str) -> None:
+@pytest.mark.slow_except("away.checkpoint_fsdp2")
+@pytest.mark.parametrize("case", [f"away.checkpoint_{model}" for model in SAVED])
+def test_checkpoints_are_written_from_the_host(ranks: Ranks, case: str) -> None:
     """By DCP into a fresh model, and by ``torch.save``; shapes, dtypes and placements are those of the device."""
-    for found in ranks(f"checkpoint_{model}"):
+    for found in ranks(case):
         assert found["kinds"]
         assert len(found["equal"]) >= 16
         assert all(found["equal"])
@@ -106,8 +112,9 @@ def test_checkpoints_are_written_from_the_host(ranks: Ranks, model: str) -> None
         assert all(found["reread"])
 
 
-def test_settle(ranks: Ranks) -> None:
-    for found in ranks("settled"):
+@pytest.mark.parametrize("case", ["away.settled"])
+def test_settle(ranks: Ranks, case: str) -> None:
+    for found in ranks(case):
         for name in ("fsdp2", "fsdp1"):
             in_forward, in_backward = found[name]
             assert "to be idle, found it in forward" in in_forward
@@ -117,24 +124,27 @@ def test_settle(ranks: Ranks) -> None:
             assert found[f"{name} hidden"] == []
 
 
-def test_parameters_that_fsdp_keeps_on_the_cpu_are_known(ranks: Ranks) -> None:
-    for found in ranks("cpu_offloaded"):
+@pytest.mark.parametrize("case", ["away.cpu_offloaded"])
+def test_parameters_that_fsdp_keeps_on_the_cpu_are_known(ranks: Ranks, case: str) -> None:
+    for found in ranks(case):
         for name in ("fsdp2", "fsdp1"):
             assert found[name]["kept"] == found[name]["parameters"] > 0
         assert found["none"]["kept"] == 0
 
 
+@pytest.mark.parametrize("case", ["away.backward_between"])
 @pytest.mark.parametrize("model", ["fsdp2", "fsdp2_kept"])
-def test_a_backward_after_an_offload_raises_and_breaks_nothing(ranks: Ranks, model: str) -> None:
-    for rank in ranks("backward_between"):
+def test_a_backward_after_an_offload_raises_and_breaks_nothing(ranks: Ranks, case: str, model: str) -> None:
+    for rank in ranks(case):
         found = rank[model]
         assert found["backward"][0] == "OffloadedError"
         assert found["same"]
 
 
+@pytest.mark.parametrize("case", ["away.optimizer_alone"])
 @pytest.mark.parametrize("model", ["fsdp2", "fsdp2_kept", "fsdp1"])
-def test_shards_do_not_leave_with_the_optimizer(ranks: Ranks, model: str) -> None:
-    for rank in ranks("optimizer_alone"):
+def test_shards_do_not_leave_with_the_optimizer(ranks: Ranks, case: str, model: str) -> None:
+    for rank in ranks(case):
         found = rank[model]
         assert found["groups"] == ["optimizer"]
         assert found["parameters"] == []
@@ -143,10 +153,11 @@ def test_shards_do_not_leave_with_the_optimizer(ranks: Ranks, model: str) -> Non
         assert found["same"]
 
 
+@pytest.mark.parametrize("case", ["host_shards.gathered"])
 @pytest.mark.parametrize("build", ["fsdp2", "two_dimensions", "replicated", "tensor_parallel"])
-def test_host_shards_are_gathered_on_the_device(ranks: Ranks, build: str) -> None:
+def test_host_shards_are_gathered_on_the_device(ranks: Ranks, case: str, build: str) -> None:
     """In every way, and nothing is copied before. Gathered tensors keep their values."""
-    for rank in ranks("host_shards.gathered"):
+    for rank in ranks(case):
         found = rank[build]
         assert found["num_shards"] == 3
         assert found["wrong"] == []
@@ -154,15 +165,17 @@ def test_host_shards_are_gathered_on_the_device(ranks: Ranks, build: str) -> Non
         assert found["plain"] and found["host"] and found["in the image"] and found["kept"]
 
 
-def test_what_needs_other_ranks_and_cannot_reach_them_says_what_to_do(ranks: Ranks) -> None:
-    for found in ranks("host_shards.without_a_backend_for_the_cpu"):
+@pytest.mark.parametrize("case", ["host_shards.without_a_backend_for_the_cpu"])
+def test_what_needs_other_ranks_and_cannot_reach_them_says_what_to_do(ranks: Ranks, case: str) -> None:
+    for found in ranks(case):
         assert [kind for kind, _ in found["tried"].values()] == ["OffloadedError", "OffloadedError", "nothing"]
         assert "Call .to('cuda') of it first" in found["tried"]["row"][1]
         assert found["kind"] == "HostDTensor"
 
 
-def test_what_is_loaded_in_place_into_shards_on_the_host_is_there_afterwards(ranks: Ranks) -> None:
-    for rank in ranks("host_shards.loaded"):
+@pytest.mark.parametrize("case", ["host_shards.loaded"])
+def test_what_is_loaded_in_place_into_shards_on_the_host_is_there_afterwards(ranks: Ranks, case: str) -> None:
+    for rank in ranks(case):
         refused = [kind for name, kind in rank.items() if name.startswith("from rank 0 of")]
         assert refused == ["OffloadedError"] * 2
         wrong = {name: names for name, names in rank.items() if isinstance(names, list)}
