@@ -418,18 +418,18 @@ class ChainPlanning:
         pairs = dict.fromkeys(zip((d.variant_maker for d in self.descriptions), self.numbers, strict=True))
         return [(m, n) for m, n in pairs if m is not None and n and not m.is_compiled(n)]
 
-    def may_compile_beside_steps(self) -> bool:
+    def may_compile_during_steps(self) -> bool:
         """Whether all variants may be compiled while steps run."""
-        return all(m.may_compile_beside_steps() for m, _ in self._missing())
+        return all(m.may_compile_during_steps() for m, _ in self._missing())
 
-    def compile_variants(self, *, beside_steps: bool = False) -> None:
-        """Compile the variants that calls are to run. ``beside_steps``: while others run."""
+    def compile_variants(self, *, during_steps: bool = False) -> None:
+        """Compile the variants that calls are to run. ``during_steps``: while others run."""
         began, missing = time.perf_counter(), self._missing()
-        with working("compiling variants", in_background=beside_steps) as work:
+        with working("compiling variants", in_background=during_steps) as work:
             for i, (variant_maker, number) in enumerate(missing):
                 background.check()
                 work.what = f"compiling variant {i + 1} of {len(missing)}"
-                variant_maker.compile(number, beside_steps=beside_steps)
+                variant_maker.compile(number, during_steps=during_steps)
         log.info("compiled variants in %.1f s", time.perf_counter() - began)
 
     def choices_until_compiled(self) -> tuple[Choice, ...] | None:

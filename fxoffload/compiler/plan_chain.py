@@ -56,12 +56,12 @@ def plan_chain(
     box = PlanBox(planning.describe(schedule))
     log.info("planned %d calls in %.1f s: %s", len(descriptions), time.perf_counter() - began, box.plan.summary)
     plan = planning.to_follow(refs, schedule, box, replan_for_chain)
-    if meanwhile is None or plan.prepare is None or not planning.may_compile_beside_steps():
+    if meanwhile is None or plan.prepare is None or not planning.may_compile_during_steps():
         return plan
     if (until := planning.choices_until_compiled()) is not None:
         meanwhile(ChainPlan(refs, until, sizes=planning.sizes))
     try:
-        planning.compile_variants(beside_steps=True)
+        planning.compile_variants(during_steps=True)
     except Exception as error:
         background.warn(why_not_ready(plan, error))
         return None if plan.otherwise is None else plan.otherwise()

@@ -249,14 +249,14 @@ class VariantMaker:
         """Whether calls may run it."""
         return number in self._variants
 
-    def may_compile_beside_steps(self) -> bool:
+    def may_compile_during_steps(self) -> bool:
         """Whether ``compile`` may run beside the steps."""
-        return self._surroundings.may_compile_beside_steps()
+        return self._surroundings.may_compile_during_steps()
 
-    def compile(self, number: int, *, beside_steps: bool = False) -> None:
+    def compile(self, number: int, *, during_steps: bool = False) -> None:
         """Compile a reserved variant, unless it is compiled. Whatever it raises, nothing but the number is lost.
 
-        ``beside_steps``: other threads train meanwhile.
+        ``during_steps``: other threads train meanwhile.
         """
         with self._compiling:
             if self.is_compiled(number):
@@ -268,7 +268,7 @@ class VariantMaker:
             try:
                 # An entry of Inductor's cache may assume more of sizes than this graph does, and yet be taken for it.
                 cache = inductor_config.patch(fx_graph_cache=False) if self._varies else contextlib.nullcontext()
-                with self._surroundings.restored(compiles=True, beside_steps=beside_steps), cache:
+                with self._surroundings.restored(compiles=True, during_steps=during_steps), cache:
                     compiled, described = self._compile(number, variant)
             except BaseException:
                 with self._lock:

@@ -80,7 +80,7 @@ class Surroundings:
         metadata = copy.copy(context.fw_metadata)
         return Surroundings(context.fake_mode, metadata, CompileContext.try_get(), inductor, functorch)
 
-    def may_compile_beside_steps(self) -> bool:
+    def may_compile_during_steps(self) -> bool:
         """Whether a thread may compile while others train: no kernels are timed."""
         return not needs_kernels_while_compiling(self.inductor)
 
@@ -90,7 +90,7 @@ class Surroundings:
         return written or bool(self.metadata.tokens)
 
     @contextlib.contextmanager
-    def restored(self, *, compiles: bool, beside_steps: bool = False) -> Iterator[None]:
+    def restored(self, *, compiles: bool, during_steps: bool = False) -> Iterator[None]:
         """Within it one may partition, and compile if so said, on any thread, whatever that thread is doing.
 
         Code that is compiled already is left as it is.
@@ -101,8 +101,8 @@ class Surroundings:
         Nothing new may be assumed of sizes that vary: see ``no_new_guards``.
 
         To compile may draw random numbers (kernels are tuned on them): the state of the generators is put back. That
-        would disturb a thread that draws meanwhile. So compile on the only thread that draws, or ``beside_steps``,
-        where no numbers are drawn; see ``may_compile_beside_steps``.
+        would disturb a thread that draws meanwhile. So compile on the only thread that draws, or ``during_steps``,
+        where no numbers are drawn; see ``may_compile_during_steps``.
         """
         import torch._functorch.config as functorch_config
         from torch._dynamo.convert_frame import compile_lock
@@ -116,7 +116,7 @@ class Surroundings:
         with contextlib.ExitStack() as stack:
             stack.enter_context(compile_lock)
             stack.enter_context(_disable_current_modes())
-            if compiles and not beside_steps:
+            if compiles and not during_steps:
                 stack.enter_context(preserve_rng_state())
             stack.enter_context(torch._C._DisableAutocast())  # type: ignore[attr-defined]
             stack.enter_context(torch.no_grad())
@@ -126,7 +126,7 @@ class Surroundings:
                     changed = {k: v for k, v in changed.items() if k in _read_by_partitioner()}
                 if changed:
                     stack.enter_context(config.patch(changed))
-            if beside_steps:
+            if during_steps:
                 stack.enter_context(generators_left_alone())
             stack.enter_context(tracing(context))
             stack.enter_context(compile_context(self.compile_context))

@@ -21,13 +21,14 @@ Uses = dict[str, list[Any]]
 
 
 @pytest.fixture(scope="module")
-def used() -> Callable[[str], Uses]:
-    """What each use did, by optimizer. One process tries all of them, which takes seconds to start; where it is ended,
-    those that it did not come to the end of fail."""
+def used(request: pytest.FixtureRequest) -> Callable[[str], Uses]:
+    """What each use did, by optimizer. One process tries all that tests ask for, which takes seconds to start; where it
+    is ended, those that it did not come to the end of fail."""
+    asked = {getattr(item, "callspec").params["optimizer"] for item in request.session.items if item.path == request.path}
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     script = ROOT / "tests" / "phases" / "uses.py"
     ended = subprocess.run(
-        [sys.executable, str(script), *OPTIMIZERS], env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, str(script), *(o for o in OPTIMIZERS if o in asked)], env=environment, capture_output=True, text=True, timeout=120
     )
     lines = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("[")]
 
@@ -40,6 +41,7 @@ def used() -> Callable[[str], Uses]:
     return of
 
 
+@pytest.mark.slow_except("adamw_foreach")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_uses_of_what_is_away_raise_and_break_nothing(used: Callable[[str], Uses], optimizer: str) -> None:
     found = used(optimizer)

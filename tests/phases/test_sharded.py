@@ -46,10 +46,10 @@ Ranks = Callable[[str], list[Found]]
 
 
 @pytest.fixture(scope="session")
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Ranks:
+def found_in(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Ranks:
     """What both ranks found in a case. They are started once, whichever worker needs them first, and run the cases of
     the tests that are to run."""
-    items = [item for item in request.session.items if "ranks" in getattr(item, "fixturenames", ())]
+    items = [item for item in request.session.items if "found_in" in getattr(item, "fixturenames", ())]
     wanted = {item.callspec.params.get("case") for item in items}  # pyright: ignore[reportAttributeAccessIssue]
     base = tmp_path_factory.getbasetemp()
     folder = (base if worker_id == "master" else base.parent) / "away"
@@ -65,9 +65,9 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.slow_except("away.noop_fsdp2", "away.noop_fsdp1", "away.noop_ddp", "away.noop_tensor_parallel")
 @pytest.mark.parametrize("case", [f"away.noop_{model}" for model in MODELS])
-def test_nothing_is_left_of_an_offload(ranks: Ranks, case: str) -> None:
+def test_nothing_is_left_of_an_offload(found_in: Ranks, case: str) -> None:
     """Objects, layouts, aliases, padding and bytes; and the next five steps, offloaded three times in between."""
-    for found in ranks(case):
+    for found in found_in(case):
         assert found["changed"] == []
         assert found["same"]
         assert found["held"] > 2000
@@ -80,10 +80,10 @@ def test_nothing_is_left_of_an_offload(ranks: Ranks, case: str) -> None:
 
 @pytest.mark.slow_except("away.uses_fsdp2", "away.uses_fsdp1", "away.uses_ddp", "away.fresh_fsdp2")
 @pytest.mark.parametrize("case", [f"away.{steps}_{model}" for steps in ("uses", "fresh") for model in USED])
-def test_every_use_raises_and_breaks_nothing(ranks: Ranks, case: str) -> None:
+def test_every_use_raises_and_breaks_nothing(found_in: Ranks, case: str) -> None:
     """On both ranks, so that neither waits for the other in a collective. ``fresh``: offloaded before the first step,
     when FSDP has not initialized itself."""
-    for found in ranks(case):
+    for found in found_in(case):
         assert len(found["tried"]) >= 8
         for use, (kind, message) in found["tried"].items():
             assert kind == "OffloadedError", (use, kind, message)
@@ -95,16 +95,16 @@ def test_every_use_raises_and_breaks_nothing(ranks: Ranks, case: str) -> None:
 
 @pytest.mark.slow_except("away.uses_fsdp1")
 @pytest.mark.parametrize("case", ["away.uses_fsdp1", "away.uses_fsdp1_flat"])
-def test_state_dicts_of_fsdp1_name_what_streams_weights(ranks: Ranks, case: str) -> None:
-    for found in ranks(case):
+def test_state_dicts_of_fsdp1_name_what_streams_weights(found_in: Ranks, case: str) -> None:
+    for found in found_in(case):
         assert "stream_weights()" in found["tried"]["state dict"][1]
 
 
 @pytest.mark.slow_except("away.checkpoint_fsdp2")
 @pytest.mark.parametrize("case", [f"away.checkpoint_{model}" for model in SAVED])
-def test_checkpoints_are_written_from_the_host(ranks: Ranks, case: str) -> None:
+def test_checkpoints_are_written_from_the_host(found_in: Ranks, case: str) -> None:
     """By DCP into a fresh model, and by ``torch.save``; shapes, dtypes and placements are those of the device."""
-    for found in ranks(case):
+    for found in found_in(case):
         assert found["kinds"]
         assert len(found["equal"]) >= 16
         assert all(found["equal"])
@@ -113,8 +113,8 @@ def test_checkpoints_are_written_from_the_host(ranks: Ranks, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["away.settled"])
-def test_settle(ranks: Ranks, case: str) -> None:
-    for found in ranks(case):
+def test_settle(found_in: Ranks, case: str) -> None:
+    for found in found_in(case):
         for name in ("fsdp2", "fsdp1"):
             in_forward, in_backward = found[name]
             assert "to be idle, found it in forward" in in_forward
@@ -125,8 +125,8 @@ def test_settle(ranks: Ranks, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["away.cpu_offloaded"])
-def test_parameters_that_fsdp_keeps_on_the_cpu_are_known(ranks: Ranks, case: str) -> None:
-    for found in ranks(case):
+def test_parameters_that_fsdp_keeps_on_the_cpu_are_known(found_in: Ranks, case: str) -> None:
+    for found in found_in(case):
         for name in ("fsdp2", "fsdp1"):
             assert found[name]["kept"] == found[name]["parameters"] > 0
         assert found["none"]["kept"] == 0
@@ -134,8 +134,8 @@ def test_parameters_that_fsdp_keeps_on_the_cpu_are_known(ranks: Ranks, case: str
 
 @pytest.mark.parametrize("case", ["away.backward_between"])
 @pytest.mark.parametrize("model", ["fsdp2", "fsdp2_kept"])
-def test_a_backward_after_an_offload_raises_and_breaks_nothing(ranks: Ranks, case: str, model: str) -> None:
-    for rank in ranks(case):
+def test_a_backward_after_an_offload_raises_and_breaks_nothing(found_in: Ranks, case: str, model: str) -> None:
+    for rank in found_in(case):
         found = rank[model]
         assert found["backward"][0] == "OffloadedError"
         assert found["same"]
@@ -143,8 +143,8 @@ def test_a_backward_after_an_offload_raises_and_breaks_nothing(ranks: Ranks, cas
 
 @pytest.mark.parametrize("case", ["away.optimizer_alone"])
 @pytest.mark.parametrize("model", ["fsdp2", "fsdp2_kept", "fsdp1"])
-def test_shards_do_not_leave_with_the_optimizer(ranks: Ranks, case: str, model: str) -> None:
-    for rank in ranks(case):
+def test_shards_do_not_leave_with_the_optimizer(found_in: Ranks, case: str, model: str) -> None:
+    for rank in found_in(case):
         found = rank[model]
         assert found["groups"] == ["optimizer"]
         assert found["parameters"] == []
@@ -155,9 +155,9 @@ def test_shards_do_not_leave_with_the_optimizer(ranks: Ranks, case: str, model: 
 
 @pytest.mark.parametrize("case", ["host_shards.gathered"])
 @pytest.mark.parametrize("build", ["fsdp2", "two_dimensions", "replicated", "tensor_parallel"])
-def test_host_shards_are_gathered_on_the_device(ranks: Ranks, case: str, build: str) -> None:
+def test_host_shards_are_gathered_on_the_device(found_in: Ranks, case: str, build: str) -> None:
     """In every way, and nothing is copied before. Gathered tensors keep their values."""
-    for rank in ranks(case):
+    for rank in found_in(case):
         found = rank[build]
         assert found["num_shards"] == 3
         assert found["wrong"] == []
@@ -166,16 +166,16 @@ def test_host_shards_are_gathered_on_the_device(ranks: Ranks, case: str, build: 
 
 
 @pytest.mark.parametrize("case", ["host_shards.without_a_backend_for_the_cpu"])
-def test_what_needs_other_ranks_and_cannot_reach_them_says_what_to_do(ranks: Ranks, case: str) -> None:
-    for found in ranks(case):
+def test_what_needs_other_ranks_and_cannot_reach_them_says_what_to_do(found_in: Ranks, case: str) -> None:
+    for found in found_in(case):
         assert [kind for kind, _ in found["tried"].values()] == ["OffloadedError", "OffloadedError", "nothing"]
         assert "Call .to('cuda') of it first" in found["tried"]["row"][1]
         assert found["kind"] == "HostDTensor"
 
 
 @pytest.mark.parametrize("case", ["host_shards.loaded"])
-def test_what_is_loaded_in_place_into_shards_on_the_host_is_there_afterwards(ranks: Ranks, case: str) -> None:
-    for rank in ranks(case):
+def test_what_is_loaded_in_place_into_shards_on_the_host_is_there_afterwards(found_in: Ranks, case: str) -> None:
+    for rank in found_in(case):
         refused = [kind for name, kind in rank.items() if name.startswith("from rank 0 of")]
         assert refused == ["OffloadedError"] * 2
         wrong = {name: names for name, names in rank.items() if isinstance(names, list)}

@@ -555,6 +555,7 @@ def test_where_no_sizes_vary_all_of_the_budget_is_for_the_plan() -> None:
     assert "left" not in plan.summary
 
 
+@pytest.mark.slow
 def test_the_third_step_follows_the_plan_and_nothing_is_compiled() -> None:
     budget = in_between()
     run = recorded(MODELS["stack"], steps=1, activation_budget=budget)

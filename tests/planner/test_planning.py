@@ -256,6 +256,7 @@ def test_plans_are_equal_when_made_again() -> None:
     assert one.partitioning.forward.code == two.partitioning.forward.code
 
 
+@pytest.mark.slow
 def test_the_error_is_a_value_error_that_says_what_would_do() -> None:
     error = recorded("tower").smallest()
     assert isinstance(error, ValueError)

@@ -117,6 +117,7 @@ class FusedAttention(nn.Module):
         return x + self.out(y.transpose(1, 2).reshape(b, s, w))
 
 
+@pytest.mark.slow
 def test_slices_of_a_fused_projection_move_once() -> None:
     model = Stack(block=FusedAttention, layers=3)
     flip = flip_against_eager(model, lambda call: (call(batch()) ** 2).sum())
@@ -192,6 +193,7 @@ def test_saved_tensors_that_are_not_contiguous() -> None:
     assert any(v.dim() == 4 and not v.is_contiguous() for v in moved)
 
 
+@pytest.mark.slow
 def test_saved_tensors_with_gaps_and_offsets() -> None:
     """A slice of a wider graph input: strided, at an offset, in a storage that is larger than the view."""
 

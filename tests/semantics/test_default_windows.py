@@ -166,6 +166,7 @@ def test_a_bound_that_the_user_sets_holds_for_the_head_too() -> None:
     assert fxoffload.stats().bytes_reloaded >= LOGITS
 
 
+@pytest.mark.slow
 def test_where_the_head_is_light_the_last_layer_stays() -> None:
     """Nothing would hide its copies; a second forward that waits for its backward moves everything."""
     model, step = _build("aot_eager")

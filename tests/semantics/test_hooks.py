@@ -45,7 +45,7 @@ HOOKS: dict[str, Callable[[], contextlib.AbstractContextManager[object]]] = {
 }
 
 
-@pytest.mark.slow_except("forward-numpy", "step-save_on_cpu")
+@pytest.mark.slow_except("step-save_on_cpu")
 @pytest.mark.parametrize("hooks", HOOKS)
 @pytest.mark.parametrize("where", ["forward", "step"])
 def test_a_call_under_saved_tensor_hooks_keeps_everything_and_says_so(hooks: str, where: str) -> None:
@@ -98,7 +98,7 @@ def contiguous_copy(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.size(), dtype=tensor.dtype).copy_(tensor)
 
 
-@pytest.mark.slow_except("aot_eager-static-offload_all", "aot_eager-dynamic-offload_all")
+@pytest.mark.slow_except("aot_eager-dynamic-offload_all")
 @pytest.mark.parametrize("policy", ["offload_all", "keep_all"])
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
@@ -303,7 +303,7 @@ def _register_late(loss: Tensor, pack: Callable[[Tensor], object], unpack: Calla
     return found
 
 
-@pytest.mark.slow_except("copied", "same object")
+@pytest.mark.slow_except("same object")
 @pytest.mark.parametrize("kind", ["same object", "detached", "copied"])
 def test_hooks_set_after_the_forward_never_give_wrong_gradients(kind: str) -> None:
     model = Stack()
