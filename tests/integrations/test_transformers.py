@@ -59,7 +59,7 @@ def make_trainer(folder: Path, *, model: Qwen3ForCausalLM, policy: str) -> Train
         disable_tqdm=True,
         seed=0,
     )
-    callback = OffloadCallback(policy=policy, inner="aot_eager", **CPU_OPTIONS)
+    callback = OffloadCallback(policy=policy, **CPU_OPTIONS)
     return Trainer(model, args, train_dataset=RandomTokens(), callbacks=[callback])
 
 

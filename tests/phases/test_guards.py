@@ -24,11 +24,15 @@ Uses = dict[str, list[Any]]
 def used(request: pytest.FixtureRequest) -> Callable[[str], Uses]:
     """What each use did, by optimizer. One process tries all that tests ask for, which takes seconds to start; where it
     is ended, those that it did not come to the end of fail."""
-    asked = {getattr(item, "callspec").params["optimizer"] for item in request.session.items if item.path == request.path}
+    asked = {item.callspec.params["optimizer"] for item in request.session.items if item.path == request.path}
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     script = ROOT / "tests" / "phases" / "uses.py"
     ended = subprocess.run(
-        [sys.executable, str(script), *(o for o in OPTIMIZERS if o in asked)], env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, str(script), *(o for o in OPTIMIZERS if o in asked)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     lines = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("[")]
 

@@ -188,7 +188,7 @@ def every_seventh(found: list[Place]) -> list[Place]:
     return firsts[len(firsts) % 7 :: 7]
 
 
-@pytest.mark.slow_except("offload", "onload behind", "stream")
+@pytest.mark.slow_except("offload")
 @pytest.mark.parametrize("name", WORK)
 def test_every_byte_comes_back(name: str, printed: list[str]) -> None:
     try_each_on(Scene(), name, printed, every_seventh)

@@ -22,7 +22,7 @@ from tests.allocator import Allocator
 from tests.planner.rehearsal import CPU
 from tests.support import Stack, assert_equal, batch
 
-DEPTH, LENGTH = 6, 48
+DEPTH, LENGTH = 4, 48
 KIB = 1 << 10
 
 

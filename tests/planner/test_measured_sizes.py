@@ -157,6 +157,7 @@ def test_training_begins_with_plans_of_all_lengths_that_were_profiled(allocator:
     assert allocator.read == [n for n in (LONG, LONG, MIDDLE) for _ in range(2 * DEPTH)]
 
 
+@pytest.mark.slow
 def test_sizes_that_were_recorded_are_not_measured_again(allocator: Allocator) -> None:
     """But for the longer one, if it came first: something may have been compiled in it."""
     with pytest.warns(UserWarning, match="expected an activation_budget"):

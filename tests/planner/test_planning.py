@@ -475,7 +475,7 @@ def test_nothing_is_done_where_plain_inductor_will_do() -> None:
     assert_equal(found, scenario(model, compiled(model, policy="keep_all", recompute="default"))())
 
 
-@pytest.mark.slow_except("raise")
+@pytest.mark.slow
 @pytest.mark.parametrize("on_error", ["raise", "fallback"])
 def test_a_budget_that_cannot_be_met(on_error: str) -> None:
     model = tower()

@@ -329,6 +329,7 @@ def test_a_slowdown_holds_at_every_size(made: list[ScheduleBySize]) -> None:
     assert len(made) == 1
 
 
+@pytest.mark.slow
 def test_a_longer_batch_gets_a_variant_and_a_short_one_keeps_its_own(made: list[ScheduleBySize]) -> None:
     budget = kept_peak(7)
     model = tower()

@@ -118,7 +118,7 @@ def test_a_graph_that_is_retained_gives_the_same_gradients_again(inner: str, off
     assert_nothing_held()
 
 
-@pytest.mark.slow_except("False")
+@pytest.mark.slow
 @pytest.mark.parametrize("offload", [False, True])
 def test_two_forwards_before_a_backward_are_two_sets_of_bundles(offload: bool) -> None:
     forced = Forced()
@@ -540,6 +540,7 @@ def test_an_empty_group_of_a_variant_is_found_again() -> None:
     assert engine_for(CPU).calls._step.has_ended
 
 
+@pytest.mark.slow
 def test_a_backward_of_variant_0_does_not_take_a_variants_call() -> None:
     """Of the same graph, later in the chain: its windows are for other segments."""
     forced = Forced()

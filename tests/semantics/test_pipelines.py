@@ -115,6 +115,7 @@ def test_the_second_step_is_foretold(kind: str, order: str, monkeypatch: pytest.
         assert [not ready for ready in arrivals.ready] == came_too_soon(order, LAYERS if kind == "layers" else 1)
 
 
+@pytest.mark.slow_except("layers")
 @pytest.mark.parametrize("kind", ["whole", "layers"])
 def test_an_order_that_changes_is_wrong_and_counted_and_learned_anew(kind: str) -> None:
     model, call = make(kind)
