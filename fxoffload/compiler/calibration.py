@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from fxoffload.compiler.explain import floors_of
 from fxoffload.compiler.graph_budget import GraphBudget
 from fxoffload.plan_report.registry import PlanBox
+from fxoffload.plan_report.summary import aim_of
 from fxoffload.planner.frontier import in_measured_time
 from fxoffload.planner.objective import Objective
 from fxoffload.planner.plan import Basis, Decision, Prediction
@@ -159,15 +160,18 @@ class Recalibration(ABC):
         anew = self.exceeded or self.far_longer or before_first_step
         host_bytes = self._scheduler.host_bytes if anew else now.simulation.bytes_offloaded
         scheduler = self.scheduler = self._scheduler.with_step(step, host_bytes, rates)
+        # Others say that everything is kept, or that nothing fits: that stays true.
+        states_gain = aim_of(self._objective) in self._box.plan.summary
         found = self._aim(scheduler, baseline)
         if found is not None and self._is_better(found, now, baseline) and self._has_room(found, now):
             log.info(
                 "planned again with measured times: %.1f -> %.1f ms", now.simulation.step_ms, found.simulation.step_ms
             )
-            now = found
+            now, states_gain = found, True
             self.follow(found)
         now = self.settle(now, baseline)
-        self._box.update(summary=self.summary_of(now, baseline))
+        if states_gain:
+            self._box.update(summary=self.summary_of(now, baseline))
         self._warn_of_the_budget(now)
         decisions = self.decisions(now)
         if decisions is not None:

@@ -401,10 +401,11 @@ class PhaseManager:
 
     def close(self) -> None:
         """Brings everything back to the device and returns the host memory. The manager can be used again."""
-        with contextlib.suppress(Exception):  # of an earlier transition; all that is not on the device returns now
-            self._transit.report()
         self._pending.clear()
-        self.onload()
+        # Whatever went wrong before, now or while it returns: all that is not on the device returns.
+        self._onload(GROUPS, True, "", reports=False)
+        with contextlib.suppress(Exception):
+            self._transit.report()
         self.release_host_memory()
         self._transit.close()
         give_up(self._inventory)
@@ -427,9 +428,11 @@ class PhaseManager:
         handle = self._transit.offload(wanted, transition, at_once=wait)
         return handle.wait() if wait else handle
 
-    def _onload(self, groups: tuple[str, ...], wait: bool, phase: str) -> Handle:
+    def _onload(self, groups: tuple[str, ...], wait: bool, phase: str, *, reports: bool = True) -> Handle:
+        """``reports``: raise what went wrong before."""
         wanted = as_groups(groups)
-        self._transit.report()
+        if reports:
+            self._transit.report()
         self._guards.warn_of_late_writes()
         transition = self._record(Transition("onload", wanted, phase))
         handle = self._transit.onload(wanted, transition, at_once=wait)

@@ -214,6 +214,32 @@ class TestManagers:
         train(model, optimizer, 0)
         assert manager.image.reserved_bytes == 0
 
+    def test_what_fails_while_it_closes_is_not_raised(self) -> None:
+        """The offload is under way when the manager asks what failed before."""
+        model, optimizer = make()
+        train(model, optimizer, 0)
+        before = snapshot(model, optimizer)
+        manager, may_fail = rehearse(model, optimizer), threading.Event()
+
+        def fails(nbytes: int) -> Any:
+            assert may_fail.wait(60)
+            raise MemoryError("no room")
+
+        report = manager._transit.report
+
+        def report_before_it_fails() -> None:
+            report()
+            may_fail.set()
+            under_way._over.wait()
+
+        manager.image.take = fails  # type: ignore[method-assign]
+        under_way = manager.offload("optimizer", wait=False)
+        manager._transit.report = report_before_it_fails  # type: ignore[method-assign]
+        threading.Timer(1.0, may_fail.set).start()
+        manager.close()
+        assert under_way.has_failed() or under_way.is_reported
+        assert differences(before, snapshot(model, optimizer)) == []
+
     def test_one_that_waits_for_a_first_step_is_not_kept(self) -> None:
         model, optimizer = make()
         manager = rehearse(model, optimizer)

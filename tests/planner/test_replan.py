@@ -25,6 +25,7 @@ from fxoffload.compiler.planning import GraphPlanning, Planning
 from fxoffload.compiler.replan import Calibration, Replan, as_measured, measured_step, scale, shared
 from fxoffload.plan_report.plan import Plan
 from fxoffload.plan_report.registry import PlanBox
+from fxoffload.plan_report.summary import aim_of
 from fxoffload.planner import TrainingStep
 from fxoffload.planner.objective import Objective
 from fxoffload.planner.plan import NO_GRAPH, Prediction
@@ -102,7 +103,7 @@ class Followed:
         plan = Plan(
             graph=NO_GRAPH,
             device="h200",
-            summary="",
+            summary=aim_of(objective),
             predicted=Prediction.of(found.simulation),
             baseline=Prediction.of(keep),
             smallest_budget_bytes=0,
