@@ -4,8 +4,8 @@
     python -m pytest -m "not gpu" --cov=fxoffload --cov-context=test -n 2 tests  # leaves .coverage; takes hours
     python -m tests.mutants --coverage .coverage --number 40 --out mutants.json
 
-Mistakes are drawn from the run time and the simulator: a comparison that is off by one or turned around, "and" for
-"or", a sign, a condition without its "not", a constant, a call that is left out. Each runs in a copy of the tree, under
+Mistakes are drawn from the run time and the simulator. A comparison is off by one or turned around, "and" stands for
+"or", a sign or a constant is another, a "not" or a call is left out. Each runs in a copy of the tree, under
 tests that execute its line: first those of ``make test``, then the slow ones. Slow tests that the coverage was recorded
 without are not tried. A test run that hangs has noticed.
 """

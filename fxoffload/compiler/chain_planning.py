@@ -414,7 +414,7 @@ class ChainPlanning:
         return replace(found, prepare=self.compile_variants, otherwise=otherwise, first=first)
 
     def _missing(self) -> list[tuple[VariantMaker, int]]:
-        """The numbers of variants that calls are to run, and that are not compiled."""
+        """Variants that calls are to run and that are not compiled: their makers and numbers."""
         pairs = dict.fromkeys(zip((d.variant_maker for d in self.descriptions), self.numbers, strict=True))
         return [(m, n) for m, n in pairs if m is not None and n and not m.is_compiled(n)]
 
@@ -423,7 +423,7 @@ class ChainPlanning:
         return all(m.may_compile_during_steps() for m, _ in self._missing())
 
     def compile_variants(self, *, during_steps: bool = False) -> None:
-        """Compile the variants that calls are to run. ``during_steps``: while others run."""
+        """Compile the variants that calls are to run. ``during_steps``: other threads train meanwhile."""
         began, missing = time.perf_counter(), self._missing()
         with working("compiling variants", in_background=during_steps) as work:
             for i, (variant_maker, number) in enumerate(missing):

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 def the_plan_wins(ignored: str) -> None:
-    """torch's own settings of what is saved, named in ``ignored``, have no effect."""
+    """torch's own settings of saved values, named in ``ignored``, have no effect."""
     tell.warn_once(
         ("torch's settings", ignored),
         f"expected one place that chooses what is saved and recomputed, found torch's own settings beside fxoffload: "

@@ -111,7 +111,7 @@ class VariantMaker:
     """Everything that is kept of a graph to make variants of it.
 
     Any method may be called on any thread; ``compile`` belongs to those that run the forwards, between two steps,
-    unless it is told that it runs beside them.
+    unless ``during_steps`` is set.
 
     Args:
         source: where variants come from.
@@ -250,7 +250,7 @@ class VariantMaker:
         return number in self._variants
 
     def may_compile_during_steps(self) -> bool:
-        """Whether ``compile`` may run beside the steps."""
+        """Whether ``compile(during_steps=True)`` may be called."""
         return self._surroundings.may_compile_during_steps()
 
     def compile(self, number: int, *, during_steps: bool = False) -> None:

@@ -1,9 +1,9 @@
 """Profiles of GPUs that were not measured: an H200's measured rates, scaled by the ratio of the data sheets' peaks.
 
 A GPU is taken to reach the part of its peak that an H200 reaches, product by product and copy size by copy size. Host
-times and latencies stay the H200's. An H100's, made so, had products 0 to 4 % slower than measured, attention 2 to 7 %,
-memory 2 % (2026-11-27). Such a profile is for planning for a GPU that is not here: its ``source`` says
-"data sheet", and on the GPU itself a measured one is used.
+times and latencies stay the H200's. An H100's, made so, was within 4 % of the measured products, 7 % of attention and
+2 % of memory (2026-11-27). Such a profile is for planning for a GPU that is not here: its ``source`` says "data sheet",
+and on the GPU itself a measured one is used.
 """
 
 from __future__ import annotations

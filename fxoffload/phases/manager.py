@@ -400,9 +400,11 @@ class PhaseManager:
         return self._transit.transact(read)
 
     def close(self) -> None:
-        """Brings everything back to the device and returns the host memory. The manager can be used again."""
+        """Brings everything back to the device and returns the host memory. The manager can be used again.
+
+        Errors of earlier transitions are not raised.
+        """
         self._pending.clear()
-        # Whatever went wrong before, now or while it returns: all that is not on the device returns.
         self._onload(GROUPS, True, "", reports=False)
         with contextlib.suppress(Exception):
             self._transit.report()

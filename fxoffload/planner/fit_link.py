@@ -18,8 +18,8 @@ from fxoffload.step.readings import Phase, Readings
 # make up as much. Without this, waits of 4 ms of 563 gave 0.64 for a link that reached 0.92, and the plan made from
 # that was slower (two H200s, 2026-11-22).
 _SAME = 0.01
-# Copies are never assumed to be slower than this part of the planned rates. On one host of two H200s, whose memory was
-# slow, steps waited 38 to 51 ms for copies that others hid: less than 0.7 of the link (2026-11-27).
+# Copies are never assumed to be slower than this part of the planned rates. With 0.7, steps that waited 38
+# to 51 ms for copies were calibrated as if they waited for none (two H200s on a slow host, 2026-11-27).
 _LEAST = 0.25
 _HALVINGS = 9
 
