@@ -182,12 +182,15 @@ def compare(
 def plot(
     results: Annotated[Path, typer.Argument(help="A JSON file that run wrote, or the -plans.json beside it.")],
     picture: Annotated[Path, typer.Argument(help="The picture to write (.png, .svg, .pdf); needs matplotlib.")],
+    also: Annotated[
+        list[Path] | None, typer.Option("--also", help="Another run of the same cases: variants that the first lacks.")
+    ] = None,
 ) -> None:
     """Draw peak memory against step time; of phases and rl-step, seconds by variant; of plans, memory over a step."""
     from benchmarks.pictures import draw
 
     try:
-        draw(results, picture)
+        draw(results, picture, also or [])
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
 

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks import plot, plot_memory
 from benchmarks.load import load
 from benchmarks.rl import plot as phases_plot
-from benchmarks.schema import Report
+from benchmarks.schema import Record, Report
 
 BARS = ("phases", "rl-step")
 WITHOUT = ("pinning", "weight-sync", "compile-time", "longest", "max-seq", "overhead", "moe-convert")
 
 
-def draw(path: Path, picture: Path) -> None:
+def draw(path: Path, picture: Path, also: Iterable[Path] = ()) -> None:
     """Draw the result file at ``path``: peak against time, seconds of phase switches, or (``*-plans.json``) memory over
     a step.
+
+    Args:
+        path: of the result file.
+        picture: to write.
+        also: result files of the same cases, for variants that were not measured in the first.
 
     Raises:
         ImportError: there is no matplotlib.
@@ -30,6 +36,9 @@ def draw(path: Path, picture: Path) -> None:
     report = load(path)
     if not isinstance(report, Report) or report.scenario in WITHOUT:
         raise ValueError(f"{report.scenario} has no picture; these have none: {', '.join(WITHOUT)}")
+    for other in map(load, also):
+        if isinstance(other, Report):
+            report = _with_variants(report, other)
     _drawing(report)(report, picture)
 
 
@@ -47,6 +56,16 @@ def draw_all(path: Path, folder: Path) -> list[Path]:
             continue
         drawn.append(picture)
     return drawn
+
+
+def _with_variants(report: Report, other: Report) -> Report:
+    def key(record: Record) -> tuple[object, str]:
+        return record.case, record.variant.label
+
+    there = {key(r) for r in report.records if r.result.step_ms is not None}
+    cases = {r.case for r in report.records}
+    more = [r for r in other.records if r.case in cases and key(r) not in there]
+    return replace(report, records=[*report.records, *more])
 
 
 def _drawing(report: Report) -> Callable[[Report, Path], None]:

@@ -12,7 +12,14 @@ from benchmarks.schema import Record, Report
 
 GIB = 1 << 30
 CURVES = {"auto": ("fxoffload, plans", "C0", "o"), "torch_budget": ("torch activation_memory_budget", "C1", "s")}
-NAMES = {"inductor": "Inductor", "checkpoint": "Inductor + full checkpointing", **EAGER_PEERS}
+NAMES = {
+    "inductor": "Inductor",
+    "checkpoint": "Inductor + full checkpointing",
+    "keep_all": "fxoffload, keeps everything",
+    "offload_all": "fxoffload, offloads everything",
+    "torch_offload": "torch's activation offloading",
+    **EAGER_PEERS,
+}
 PANEL_INCHES = (6.4, 4.8)
 MARKERS = "Dv^P*Xph"
 

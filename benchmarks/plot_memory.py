@@ -86,17 +86,27 @@ def _measured_peaks(report: Report | None, case: str) -> dict[str, float]:
     }
 
 
+def _name(variant: str) -> str:
+    """Of ``auto@activation_budget=1.05*checkpoint``: "fxoffload, budget of 1.05x checkpointing"."""
+    name, _, budget = variant.partition("@activation_budget=")
+    factor, _, of = budget.partition("*")
+    amount = {"checkpoint": f"{factor}x checkpointing's peak", "smallest": "the smallest that is met"}.get(of, budget)
+    if name != "auto":
+        return {"inductor": "Inductor", "checkpoint": "checkpointing"}.get(variant, variant)
+    return f"fxoffload, budget: {amount}" if budget else "fxoffload, default"
+
+
 def _panel(panel: Any, curves: dict[str, Plan], peaks: dict[str, float]) -> None:
     for index, (variant, plan) in enumerate(curves.items()):
         times, sizes = curve(plan)
-        panel.plot(times, sizes, color=f"C{index}", linewidth=1.0, label=f"{variant}, simulated")
+        panel.plot(times, sizes, color=f"C{index}", linewidth=1.0, label=f"{_name(variant)}, simulated")
         if variant in peaks:
             label = None if index else "the same color: peak, measured"
             panel.axhline(peaks[variant], color=f"C{index}", linestyle="--", linewidth=0.8, label=label)
     for variant, style in zip(REFERENCES, ("-.", ":"), strict=True):
         if variant in peaks:
             panel.axhline(
-                peaks[variant], color="black", linestyle=style, linewidth=1.0, label=f"{variant}, peak, measured"
+                peaks[variant], color="black", linestyle=style, linewidth=1.0, label=f"{_name(variant)}, peak, measured"
             )
     backwards = [b.begin_ms for plan in curves.values() for b in plan.boundaries if b.phase == "backward"]
     if backwards:

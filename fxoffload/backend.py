@@ -63,7 +63,7 @@ def _compile(
     chosen = Options.from_torch_compile(mode, options)
     disabled = frozenset(chosen.disable) | disabled_pieces()
     # Imported here: Inductor takes seconds to import, and plain `import fxoffload` should not.
-    from fxoffload.compiler.parameter_inputs import parameters_of
+    from fxoffload.compiler.graph_inputs import GraphInputs
     from fxoffload.compiler.plain import compile_plain
     from fxoffload.compiler.session import CompileSession
     from fxoffload.torch_private.aot_autograd import aot_config_patch
@@ -86,7 +86,7 @@ def _compile(
 
             chosen = in_bytes(chosen, device)
         _tell_of_memory(chosen, device)
-        session = CompileSession(chosen, disabled, device, parameters_of(gm))
+        session = CompileSession(chosen, disabled, device, GraphInputs.of(gm))
         base = patches.get("custom_partitioner_fn") or inductor_config.custom_partitioner_fn
         patches["custom_partitioner_fn"] = session.partitioner(base)
         inner = session.inner_compile

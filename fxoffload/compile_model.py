@@ -35,8 +35,9 @@ def compile(
     Raises:
         OptionsError: (a ValueError) an unknown option or mode, or a value that is not accepted.
         UnsupportedError: (a NotImplementedError) a mode or an option that uses CUDA graphs.
+        TypeError: the model is no module and no function.
     """
-    if isinstance(model, str):
-        raise TypeError(f"expected a module or a function to compile, found the text {model!r}")
+    if model is not None and not callable(model):
+        raise TypeError(f"expected a module or a function to compile, found {type(model).__name__} {model!r}")
     chosen = Options.from_torch_compile(mode, options)
     return torch.compile(model, fullgraph=fullgraph, dynamic=dynamic, backend=BACKEND_NAME, options=chosen)  # type: ignore[call-overload]

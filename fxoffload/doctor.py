@@ -40,6 +40,7 @@ _VARIABLES = (
     cache.CACHE_VARIABLE,
 )
 _LARGE_COPY_BYTES = 256 << 20
+NO_GPU = "GPU"  # the subject of the finding where there is none
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,9 @@ def _version(package: str) -> str:
 def _devices() -> Iterator[Finding]:
     if not torch.cuda.is_available():
         yield Finding(
-            "GPU",
-            "none: compiled models run as plain Inductor's, and nothing is offloaded. Planning works: "
+            NO_GPU,
+            "none",
+            advice="compiled models run as plain Inductor's, and nothing is offloaded. Planning works: "
             "fxoffload.plan(model, inputs, device='h200')",
         )
         return

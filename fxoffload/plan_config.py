@@ -33,13 +33,14 @@ class FitRow:
     Attributes:
         name: of the way.
         step_ms: forward and backward.
-        activation_bytes: bytes that the step adds, without gradients.
-        total_bytes: that, parameters, gradients and optimizer state.
+        step_bytes: the most that a step adds. Gradients are in it, as many as there are by then. With ranks, whose
+            parts of them stay: all of these.
+        total_bytes: that, parameters and optimizer state.
     """
 
     name: str
     step_ms: float
-    activation_bytes: int
+    step_bytes: int
     total_bytes: int
 
 
@@ -111,7 +112,12 @@ def plan_config(
     """
     _check(optimizer, OPTIMIZERS, "optimizer")
     _check(dtype, DTYPES, "dtype")
-    load_profile(device)  # raises before seconds go by
+    # These raise before seconds go by.
+    load_profile(device)
+    asked = {name: value for name, value in objective.items() if value is not None} or {"max_slowdown": 0.02}
+    budget = parse_budget(asked.get("activation_budget", 1), "activation_budget")
+    if layers == 1:
+        raise OptionsError("layers is 1; expected two or more: with one layer there is nothing to choose from")
     model = _model(path, layers, DTYPES[dtype])
     if lora is not None:
         model = _with_lora(model, lora)
@@ -126,8 +132,7 @@ def plan_config(
     ids = torch.zeros(batch, tokens, dtype=torch.long, device="meta")
     # The cache is for generation; with checkpointing on transformers would switch it off, and say so.
     inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
-    asked = {name: value for name, value in objective.items() if value is not None} or {"max_slowdown": 0.02}
-    if isinstance(budget := parse_budget(asked.get("activation_budget", 1), "activation_budget"), str):
+    if isinstance(budget, str):
         asked["activation_budget"] = int(share_of(budget) * shared.room().left_bytes())
     found = plan(model.train(), inputs, device=device, **asked)
     predictions = {
@@ -146,9 +151,9 @@ def plan_config(
 
 
 def _row(name: str, ms: float, without: int, peak: int, shared: Lasting, ranks: int) -> FitRow:
-    stays = shared.parameters + shared.state
     # One device has the gradients that its graph returns, where they are at the peak; ranks keep their parts of them.
-    return FitRow(name, ms, without, stays + (without + shared.gradients if ranks > 1 else peak))
+    adds = without + shared.gradients if ranks > 1 else peak
+    return FitRow(name, ms, adds, shared.parameters + shared.state + adds)
 
 
 def _check(value: str, known: Mapping[str, object], what: str) -> None:

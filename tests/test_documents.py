@@ -1,7 +1,11 @@
-"""The Python blocks of README and docs run as written, without a GPU; those that need a framework are skipped."""
+"""The Python blocks of README and docs run, without a GPU and without Inductor's kernels; those that need a framework
+are skipped."""
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,3 +37,16 @@ def test_python_blocks_run(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
     for example in document.examples():
         example.evaluate()
     torch.compiler.reset()
+
+
+@pytest.mark.slow
+def test_the_script_for_several_ranks_runs(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    text = (ROOT / "docs/guides/fsdp2.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == 1
+    (tmp_path / "train.py").write_text(blocks[0])
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "fxoffload/bytes_offloaded" in done.stdout

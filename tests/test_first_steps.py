@@ -69,7 +69,7 @@ def test_compile_checks_its_options_at_once() -> None:
         fxoffload.compile(model, mode="max-autotun")
     with pytest.raises(fxoffload.UnsupportedError, match="mode 'reduce-overhead' uses CUDA graphs"):
         fxoffload.compile(model, mode="reduce-overhead")
-    with pytest.raises(TypeError, match="expected a module or a function to compile, found the text 'gpt2'"):
+    with pytest.raises(TypeError, match="expected a module or a function to compile, found str 'gpt2'"):
         fxoffload.compile("gpt2")  # pyright: ignore[reportArgumentType]
 
 

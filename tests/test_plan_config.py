@@ -50,7 +50,9 @@ def test_a_configuration_is_planned(folder: Path) -> None:
     for what, nbytes in {"parameters": 2 * NUMBERS, "gradients": 2 * NUMBERS, "state": 4 * NUMBERS}.items():
         assert fit["lasting"][what] == pytest.approx(nbytes, rel=0.03), what
     inductor, checkpointing, ours = fit["rows"]
-    assert checkpointing["activation_bytes"] < inductor["activation_bytes"]
+    assert checkpointing["step_bytes"] < inductor["step_bytes"]
+    stays = fit["lasting"]["parameters"] + fit["lasting"]["state"]
+    assert all(row["total_bytes"] == stays + row["step_bytes"] for row in fit["rows"])
     assert ours["total_bytes"] <= inductor["total_bytes"] and ours["fits"]
     assert ours["step_ms"] <= 1.02 * inductor["step_ms"]
     assert len(fit["frontier"]) > 1
@@ -62,7 +64,13 @@ def test_what_does_not_fit_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch
     pytest.importorskip("peft")
     large = SimpleNamespace(peak_bytes=200 << 30, peak_without_gradients_bytes=190 << 30, step_ms=5.0)
     found = SimpleNamespace(
-        device="a GPU", baseline=large, checkpointing=None, predicted=large, frontier=(), summary="nothing is done"
+        device="a GPU",
+        baseline=large,
+        checkpointing=None,
+        predicted=large,
+        frontier=(),
+        summary="nothing is done",
+        floors=("the head's",),
     )
     monkeypatch.setattr(plan_config_module, "plan", lambda model, inputs, **_: found)
     fit = plan_config(folder, tokens=64, ranks=2, lora=4)
@@ -73,6 +81,7 @@ def test_what_does_not_fit_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch
     shown = CliRunner().invoke(app, ["plan", str(folder), "--ranks", "2", "--lora", "4"])
     assert shown.exit_code == 1
     assert shown.stdout.count("does not fit") == 2 and "on each of 2" in shown.stdout
+    assert "- with every plan, the head's" in shown.stdout
 
 
 def test_a_budget_that_no_plan_meets(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -120,6 +129,8 @@ def test_a_budget_is_what_each_rank_leaves(
         ({"optimizer": "adam"}, "optimizer is 'adam'; expected one of adamw, "),
         ({"dtype": "int4"}, "dtype is 'int4'; expected one of bfloat16, "),
         ({"device": "v100"}, "expected a machine profile's file or a shipped name, found 'v100' .*shipped are a100, "),
+        ({"layers": 1}, "layers is 1; expected two or more"),
+        ({"activation_budget": "12X"}, "activation_budget is '12X'; expected "),
         ({"path": Path("nowhere")}, "expected a folder with a config.json, or such a file, found none at nowhere"),
     ],
 )

@@ -2,7 +2,8 @@
 
 ``mm_4`` is ``layers.3.mlp.gate_proj [16384, 12288] bf16``. Where the module of a value computes several values, the op
 tells which: ``layers.3.self_attn (mul)``, and its place among alike ones: ``layers.3.self_attn (mul 2)``. Without a
-module the op and the node's name stand there: ``aten.mm mm_4``. Names depend on the graph alone, never on a plan.
+module the node's name stands there, and the value that its first operand leads back to: ``from lm_head (amax_1)``, a loss
+in eager code. Where that has no name either, the op and the node's name do: ``aten.mm mm_4``. Names depend on the graph alone, never on a plan.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ import torch.fx as fx
 from fxoffload.analysis.labels import module_path
 from fxoffload.analysis.op_costs import op_name
 from fxoffload.analysis.values import Storages, tensor_of
+
+# In the metadata of a joint graph's input: what the user calls it.
+INPUT_NAME = "fxoffload_input_name"
 
 _DTYPES = {
     torch.bfloat16: "bf16",
@@ -56,17 +60,26 @@ class ValueNames:
 
     def _place(self, node: fx.Node) -> str:
         if node.op == "placeholder":
-            return f"input {node.name}"
+            return f"input {node.meta.get(INPUT_NAME) or node.name}"
         path, op = module_path(node), _op_of(node)
         beside = self._made[path]
         if not path or node not in beside:
-            return f"{op} {node.name}"
+            origin = self._origin(node)
+            return f"from {origin} ({node.name})" if origin else f"{op} {node.name}"
         if len(beside) == 1:
             return path
         kind = (op, shape_and_dtype(node))
         alike = [n for n in beside if (_op_of(n), shape_and_dtype(n)) == kind]
         short = op.rpartition(".")[2].strip("_")
         return f"{path} ({short})" if len(alike) == 1 else f"{path} ({short} {alike.index(node) + 1})"
+
+    def _origin(self, node: fx.Node) -> str:
+        """The module, or the input, of the value that a node's first operands lead back to; "" without one."""
+        while node.all_input_nodes:
+            node = node.all_input_nodes[0]
+            if path := module_path(node):
+                return path
+        return node.meta.get(INPUT_NAME, "")
 
 
 def shape_and_dtype(node: fx.Node) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import warnings
 from types import FrameType
 from typing import Annotated
 
@@ -59,6 +60,7 @@ def main() -> None:
     for number in ENDING:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup, or a shell's background job
             signal.signal(number, _interrupt)
+    warnings.showwarning = _show_warning
     try:
         app(prog_name="fxoffload")
     except Exception as error:
@@ -70,6 +72,12 @@ def main() -> None:
         left = "; the destination is as it was, or whole" if sys.argv[1:2] == ["moe"] else ""
         print(f"fxoffload: interrupted ({error}){left}", file=sys.stderr)
         sys.exit(error.status)
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
+    """One line. Where in this program it comes from tells a user nothing."""
+    kind = "" if category is UserWarning else f"{category.__name__}: "
+    print(f"fxoffload: {kind}{printable(str(message))}", file=sys.stderr)
 
 
 def _is_told(error: Exception) -> bool:

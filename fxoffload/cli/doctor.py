@@ -35,9 +35,19 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON inst
             table.add_row(mark, *_cells(finding))
         console = Console()
         console.print(table)
-        console.print(f"\n{len(problems)} of {len(found)} need a look" if problems else "\nall works")
+        console.print(f"\n{_verdict(found)}")
     if problems:
         raise typer.Exit(1)
+
+
+def _verdict(found: list[Finding]) -> str:
+    if problems := sum(bool(f.problem) for f in found):
+        return f"{problems} of {len(found)} need a look"
+    from fxoffload.doctor import NO_GPU
+
+    if any(f.subject == NO_GPU for f in found):
+        return "without a GPU models can be planned, and compiled models offload nothing"
+    return "all works"
 
 
 def _cells(finding: Finding) -> tuple[str, str]:

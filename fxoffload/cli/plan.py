@@ -95,19 +95,29 @@ def show(found: Fit, ranks: int = 1) -> None:
     each = f" on each of {ranks}" if ranks > 1 else ""
     console.print(f"{found.model}; {found.plan.device}, {stays.device / _GIB:.1f} GiB\n")
     console.print(
-        f"parameters {stays.parameters / _GIB:.2f} GiB, gradients {stays.gradients / _GIB:.2f}, optimizer "
-        f"{stays.state / _GIB:.2f}{each}\n"
+        f"parameters {stays.parameters / _GIB:.2f} GiB and optimizer {stays.state / _GIB:.2f} stay{each}; gradients "
+        f"take {stays.gradients / _GIB:.2f}\n"
     )
-    rows = Table("", "step ms", "the step adds, GiB", "in all, GiB", "")
+    rows = Table("", "step ms", "a step adds, GiB", "in all, GiB", "")
     for row in found.rows:
         fits = "[green]fits" if found.fits(row) else "[red]does not fit"
         rows.add_row(
-            row.name, f"{row.step_ms:.1f}", *(f"{n / _GIB:.2f}" for n in (row.activation_bytes, row.total_bytes)), fits
+            row.name, f"{row.step_ms:.1f}", *(f"{n / _GIB:.2f}" for n in (row.step_bytes, row.total_bytes)), fits
         )
     console.print(rows)
+    console.print(f"A step adds activations and {_about_gradients(found, ranks)}\n")
+    for floor in found.plan.floors:
+        console.print(f"- with every plan, {escape(floor)}")
     if found.plan.frontier:
         points = Table("activation_budget, GiB", "step ms")
         for point in found.plan.frontier:
             points.add_row(f"{point.budget_bytes / _GIB:.2f}", f"{point.step_ms:.1f}")
         console.print(points)
     console.print(f"{escape(found.plan.summary)}. By estimate, before anything ran.")
+
+
+def _about_gradients(found: Fit, ranks: int) -> str:
+    if ranks > 1:
+        return "each rank's part of the gradients."
+    nbytes = f"{found.lasting.gradients / _GIB:.2f} GiB"
+    return f"the gradients that there are at its peak. Where they stay for several backwards: up to {nbytes} more."

@@ -19,7 +19,7 @@ from fxoffload.plan_report.plan import Plan
 from fxoffload.planner.objective import Objective
 from fxoffload.planner.plan import NO_GRAPH, Action, Decision, FrontierPoint, Prediction
 from fxoffload.planner.schedule import Schedule
-from fxoffload.planner.simulate import Boundary, Simulation
+from fxoffload.planner.simulate import Boundary, Simulation, where
 from fxoffload.planner.steps import StorageInfo, TrainingStep
 from fxoffload.sizes import format_bytes
 
@@ -297,9 +297,10 @@ def floors_of(step: TrainingStep, simulation: Simulation, about_gradients: str =
     peak = max(simulation.boundaries, key=lambda b: b.peak_bytes, default=None)
     if peak is None:
         return
+    at = where(simulation.boundaries, peak.phase, peak.segment)
     if peak.gradient_bytes > _FLOOR * peak.peak_bytes:
         yield (
-            f"gradients that the backward returns: {format_bytes(peak.gradient_bytes)} at the peak, in {peak.segment}. "
+            f"gradients that the backward returns: {format_bytes(peak.gradient_bytes)} at the peak, in {at}. "
             f"{about_gradients}"
         )
     # Outputs that the caller releases are gone when the backward begins. Their gradients may be there all the same.
@@ -315,18 +316,17 @@ def floors_of(step: TrainingStep, simulation: Simulation, about_gradients: str =
     if peak.outside_bytes > _FLOOR * peak.peak_bytes:
         yield (
             f"memory outside compiled graphs (an eager head or loss, FSDP's buffers): "
-            f"{format_bytes(peak.outside_bytes)} at the peak, in {peak.segment}. Compile the head and its loss, or "
+            f"{format_bytes(peak.outside_bytes)} at the peak, in {at}. Compile the head and its loss, or "
             "compute them in chunks"
         )
     inside = peak.peak_bytes - peak.live_bytes - peak.outside_bytes
     if inside > _FLOOR * peak.peak_bytes:
         yield (
-            f"the working set of {peak.segment} in the {peak.phase}: {format_bytes(inside)} above what is live when it "
-            f"begins. {_what_helps(peak)}"
+            f"the working set of {at}: {format_bytes(inside)} above what is live when it begins. {_what_helps(peak)}"
         )
 
 
 def _what_helps(peak: Boundary) -> str:
-    if "layer" in peak.segment or "block" in peak.segment:
+    if peak.layer:
         return "A smaller batch or a shorter sequence makes it smaller"
     return "A smaller batch, or a loss computed in chunks, makes it smaller"

@@ -104,8 +104,8 @@ def plan(
             between graphs, does not run on fake tensors, or cannot be copied.
     """
     model = getattr(model, "_orig_mod", model)  # as torch.compile returned it
+    _check_call(model, example_args, example_kwargs, optimizer)
     args, kwargs = tuple(example_args), dict(example_kwargs or {})
-    _check_call(model, example_args, example_kwargs)
     if not any(p.requires_grad for p in model.parameters()):
         raise UnsupportedError(
             "expected parameters that require grad, found none: without a backward nothing is saved. Call "
@@ -124,17 +124,22 @@ def plan(
     return replace(found, label=type(model).__name__, shape=_shape(model, args, kwargs))
 
 
-def _check_call(model: object, args: object, kwargs: object) -> None:
+def _check_call(model: object, args: object, kwargs: object, optimizer: object) -> None:
     """Before Dynamo looks at the call, whose own message would be about a graph break."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module to plan, found {type(model).__name__}")
+    if not isinstance(optimizer, (torch.optim.Optimizer, type(None))):
+        raise TypeError(
+            "expected a torch.optim.Optimizer, or None for AdamW's state, found "
+            f"{type(optimizer).__name__} {optimizer!r}"
+        )
     if not isinstance(kwargs, (Mapping, type(None))):
         raise TypeError(
             "expected the keyword arguments of one call, as in plan(model, {'input_ids': ids}), found "
             f"{type(kwargs).__name__}; positional ones go to example_args=(...)"
         )
-    if not isinstance(args, Sequence):
-        raise TypeError(f"expected example_args=(...), a sequence, found {type(args).__name__}")
+    if not isinstance(args, (tuple, list)):
+        raise TypeError(f"expected example_args=(...), a tuple or a list, found {type(args).__name__}")
     try:
         signature = inspect.signature(model.forward)
     except (TypeError, ValueError):
@@ -381,7 +386,7 @@ def _autocast() -> contextlib.AbstractContextManager[Any]:
 def _backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
     """``fxoffload.backend`` up to the plan; returns a function that runs on fake tensors."""
     # Imported here, as there.
-    from fxoffload.compiler.parameter_inputs import parameters_of
+    from fxoffload.compiler.graph_inputs import GraphInputs
     from fxoffload.compiler.planning import DRAWN_POINTS
     from fxoffload.compiler.session import CompileSession
     from fxoffload.torch_private.aot_autograd import aot_config_patch
@@ -391,7 +396,7 @@ def _backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[...,
     options = request.options
     # There are no tensors here, and no such device.
     disabled = frozenset(options.disable) | disabled_pieces() | {"measured_costs"}
-    session = CompileSession(options, disabled, torch.device("cpu"), parameters_of(gm), DRAWN_POINTS)
+    session = CompileSession(options, disabled, torch.device("cpu"), GraphInputs.of(gm), DRAWN_POINTS)
     patches = options.inductor_config()
     if options.inner == "aot_eager":
         patches["fallback_random"] = True

@@ -363,7 +363,7 @@ def too_small(
     """Nothing meets the budget. ``basis``: the evidence, a sentence. ``checkpointing_bytes``: the peak under activation
     checkpointing, where the model has it."""
     least = smallest.peak_bytes + library_bytes
-    where = f"{smallest.peak_segment} in the {smallest.peak_phase}"
+    where = smallest.peak_place
     checkpointing = ""
     if checkpointing_bytes is not None:
         checkpointing = f", with activation checkpointing {format_bytes(checkpointing_bytes)}"

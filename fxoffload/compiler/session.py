@@ -35,10 +35,10 @@ from fxoffload.compiler.callables import (
 )
 from fxoffload.compiler.chain_graphs import ChainSettings, Checkpointed, GraphDescription, describe_graph, is_dynamic
 from fxoffload.compiler.graph_budget import GraphBudget, PlannedGraph
+from fxoffload.compiler.graph_inputs import GraphInputs, parameters_in_joint
 from fxoffload.compiler.measure_ops import measure_ops
 from fxoffload.compiler.measure_segments import RanSegments, measure_segments
 from fxoffload.compiler.measuring import Allowance, allowance_of_step, note_estimated, reason_of
-from fxoffload.compiler.parameter_inputs import parameters_in_joint
 from fxoffload.compiler.partitioning import Partition, PartitionSettings, copy_graph
 from fxoffload.compiler.pipeline import BackwardState, ForwardState
 from fxoffload.compiler.plain import compile_plain
@@ -157,8 +157,7 @@ class CompileSession:
         options: validated options.
         disabled: pieces that are switched off, by option or environment.
         device: the device that values leave and return to.
-        parameters: positions of parameters and buffers among the inputs of the graph that is compiled; None: what
-            AOTAutograd says.
+        inputs: of the graph that is compiled; None: what AOTAutograd says of them.
         num_points: of a plan's frontier.
     """
 
@@ -167,12 +166,12 @@ class CompileSession:
         options: Options,
         disabled: frozenset[str],
         device: torch.device,
-        parameters: frozenset[int] | None = None,
+        inputs: GraphInputs | None = None,
         num_points: int = FEW_POINTS,
     ) -> None:
         self.options = options
         self._num_points = num_points
-        self._parameters = parameters
+        self._inputs = inputs
         self.disabled = disabled
         self.device = device
         self._layers = LayerReport()
@@ -222,7 +221,7 @@ class CompileSession:
                 return base(gm, joint_inputs, **kwargs)
         self._num_user_outputs = kwargs["num_fwd_outputs"]
         static = kwargs.get("static_lifetime_input_indices") or ()
-        self._static_inputs = parameters_in_joint(gm, self._parameters, static)
+        self._static_inputs = parameters_in_joint(gm, self._inputs, static)
         self._must_offload = any(n.meta.get("recompute") in OFFLOADED for n in gm.graph.nodes)
         state = _JointState(gm, "default" if self.options.recompute == "auto" else self.options.recompute)
 

@@ -30,6 +30,7 @@ from fxoffload.sizes import format_bytes
 from fxoffload.step.choice import Windows
 from fxoffload.step.edges import EdgeMemory
 from fxoffload.tell import warn
+from fxoffload.torch_private.dynamo_state import why_off
 
 log = logging.getLogger(__name__)
 
@@ -59,8 +60,13 @@ def plan_fake_step(step: FakeStep, breaks: tuple[str, ...]) -> Plan:
 
 
 def _why_nothing(step: FakeStep) -> str:
+    if not step.has_forward and (reason := why_off()):
+        return f"expected torch.compile to trace the model, found it switched off: {reason}. Enable it"
     if not step.has_forward:
-        return "expected torch.compile to trace the model, found it switched off; enable it"
+        return (
+            "expected a model that computes with tensors, found nothing in its call that torch.compile could trace. "
+            "Pass its inputs as tensors, and let it return them"
+        )
     return (
         "expected an output that requires grad, found none: without a backward nothing is saved. Pass what the "
         "loss needs (labels), and call the model as the training step does"
@@ -75,8 +81,8 @@ def _plan_of_graph(graphs: Sequence[FakeGraph]) -> Plan:
     graph = max(graphs, key=lambda g: len(g.layers))
     if len(graph.layers) < 2:
         raise UnsupportedError(
-            f"expected two or more layers to plan, found {', '.join(graph.layers) or 'none'}: there is nothing to "
-            "choose from. Plan the whole model"
+            f"expected two or more layers to plan, found {', '.join(graph.layers) or 'one or none'}: with one layer "
+            "there is nothing to choose from. Plan the whole model, with two layers or more"
         )
     raise UnsupportedError(
         "expected saved activations, found none that may move: all are smaller than min_bytes, inputs, or parameters. "
@@ -172,7 +178,7 @@ def _check_budget(planning: ChainPlanning, found: Schedule, *, is_least: bool) -
     if planning.objective.is_checkpointing or budget is None or limit is None or found.simulation.peak_bytes <= limit:
         return
     least = found.simulation.peak_bytes + budget - limit
-    where = f"{found.simulation.peak_segment} in the {found.simulation.peak_phase}"
+    where = found.simulation.peak_place
     if is_least:
         baseline = planning.baseline.peak_bytes
         raise BudgetError(

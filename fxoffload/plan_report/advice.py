@@ -133,15 +133,21 @@ def on_estimates(plan: Plan) -> Iterator[str]:
         )
 
 
+_FEW_OUTPUTS = 2  # logits and hidden states
+_LOSS_ALONE = "Return the loss alone, or take it by model(...).loss and keep nothing else"
+_CACHE = "So many tensors are a cache of keys and values: call the model with use_cache=False in training"
+
+
 def on_returned_logits(graphs: Iterable[GraphFacts]) -> Iterator[str]:
     """The forward returns more than its loss."""
     for graph in graphs:
         if nbytes := graph.logits_bytes:
-            largest = max((r for r in graph.returns if not r.is_loss), key=lambda r: r.nbytes)
+            others = [r for r in graph.returns if not r.is_loss]
+            largest = max(others, key=lambda r: r.nbytes)
             until = "until the backward has ended" if graph.holds_outputs else "until it is let go of"
             yield (
                 f"the forward returns {format_bytes(nbytes)} beside its loss, the largest {largest.label}: it is on "
-                f"the device {until}. Return the loss alone, or take it by model(...).loss and keep nothing else"
+                f"the device {until}. {_CACHE if len(others) > _FEW_OUTPUTS else _LOSS_ALONE}"
             )
 
 

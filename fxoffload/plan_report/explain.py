@@ -56,12 +56,15 @@ def explain(module: str | None = None) -> Explanation:
     Raises:
         NoPlanError: (a LookupError) nothing was planned, or no backward of a planned graph has run.
         ValueError: no saved value is of ``module``; the message names some that are.
+        TypeError: ``module`` is no text.
     """
     return explained(StepFacts.now(), module)
 
 
 def explained(facts: StepFacts, module: str | None = None) -> Explanation:
     """The same of given facts."""
+    if not isinstance(module, (str, type(None))):
+        raise TypeError(f'expected the name of a module, as "mlp.gate_proj", found {type(module).__name__} {module!r}')
     _check(facts)
     if module is not None:
         return _of_module(facts, module)

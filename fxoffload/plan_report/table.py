@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fxoffload.machine.estimate_error import describe_error
 from fxoffload.plan_report.blocks import Block, Lines, Points, Table, as_text
+from fxoffload.planner.simulate import where
 
 if TYPE_CHECKING:
     from fxoffload.planner.plan import Decision, PlanData, Prediction
@@ -255,8 +256,11 @@ def _slowdown(step_ms: float, base: Prediction | None) -> str:
 
 def _limits(plan: PlanData) -> list[str]:
     newest, unit = plan.calibrated or plan.predicted, RowUnit.of(plan)
-    where = [f"the peak is in {newest.peak_phase} segment {newest.peak_segment}"] if newest.peak_segment else []
-    return [*where, f"the smallest budget is about {unit.show(plan.smallest_budget_bytes)} {unit.name}"]
+    at = [f"the peak is in {where(plan.boundaries, newest.peak_phase, newest.peak_segment)}"]
+    return [
+        *(at if newest.peak_segment else []),
+        f"the smallest budget is about {unit.show(plan.smallest_budget_bytes)} {unit.name}",
+    ]
 
 
 def decisions(plan: PlanData, some: Iterable[Decision]) -> Table:

@@ -34,6 +34,7 @@ from fxoffload.planner.link import CopyRates, Direction, Link
 from fxoffload.planner.program import Program, program_of
 from fxoffload.planner.steps import SegmentStep, TrainingStep
 from fxoffload.step.choice import Windows
+from fxoffload.step.segment_names import TURN, lies_between
 
 Track = Literal["compute", "d2h", "h2d"]
 
@@ -85,6 +86,29 @@ class Boundary(NamedTuple):
     def place(self) -> str:
         """See ``place_of``."""
         return place_of(self.segment, self.layer)
+
+
+def where(boundaries: Sequence[Boundary], phase: str, segment: str) -> str:
+    """A segment of a step, in words: by its layer, or by the layer next to it.
+
+    For example "the backward of layers.3", "the forward after layers.15", "the forward of layers.0 in call 2".
+    """
+    call, _, name = segment.rpartition("/")
+    if segment == TURN:
+        return "the code between the forward and the backward, outside the compiled graphs"
+    if lies_between(segment):
+        return f"the code before the {phase} of {call}, outside the compiled graphs"
+    # In the order of the forward, whichever it is.
+    near = [b for b in boundaries if b.phase == phase and b.segment.rpartition("/")[0] == call]
+    near = [b for b in near if not lies_between(b.segment)][:: 1 if phase == "forward" else -1]
+    at = next((i for i, b in enumerate(near) if b.segment == segment), None)
+    found = f"of {name}"
+    if at is not None:
+        before = next((b.layer for b in reversed(near[:at]) if b.layer), "")
+        after = next((b.layer for b in near[at + 1 :] if b.layer), "")
+        next_to = f"after {before}" if before else f"before {after}" if after else ""
+        found = f"of {near[at].layer}" if near[at].layer else next_to
+    return " ".join(part for part in (f"the {phase}", found, f"in {call}" if call else "") if part)
 
 
 class SimEvent(NamedTuple):
@@ -147,6 +171,11 @@ class Simulation:
     boundaries: tuple[Boundary, ...]
     _recording: _Recording = field(repr=False, compare=False)
     outside_ms: float = 0.0
+
+    @property
+    def peak_place(self) -> str:
+        """Where the peak is, in words."""
+        return where(self.boundaries, self.peak_phase, self.peak_segment)
 
     @property
     def outside_bytes(self) -> int:

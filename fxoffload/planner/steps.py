@@ -10,6 +10,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -379,9 +380,11 @@ class _BackwardReader:
             if node.op == "call_module":
                 before = order[node] + 1
             elif is_op(node, ops.wait_reload):
-                copies = node.args[0].args[0]  # type: ignore[union-attr]
+                request = node.args[0]
+                assert isinstance(request, fx.Node)
+                copies: Any = request.args[0]
                 items = {u.args[1]: u for u in node.users if u.target is operator.getitem}
-                waited.extend((candidate_of[c.name], items[i], before) for i, c in enumerate(copies) if i in items)  # type: ignore[union-attr,arg-type]
+                waited.extend((candidate_of[c.name], items[i], before) for i, c in enumerate(copies) if i in items)
         handed = {item for _, item, _ in waited}
         derived: dict[str, int] = {}  # storage class -> last reader of the views that segments made of it
         for node in self._graph.nodes:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import re
 from typing import Any
 
 import torch.fx as fx
 from torch._guards import TracingContext
+
+# The names in a source: "kwargs" and "input_ids" of ``L['kwargs']['input_ids']``, "x" of ``L['self'].x``.
+_NAMES = re.compile(r"(?:\['|\.)([A-Za-z_]\w*)")
 
 # functorch.config switches that hold while one of our graphs is compiled:
 #  - Plain callables cannot go into AOTAutograd's cache. (Inductor's own cache still works per segment.)
@@ -84,3 +88,15 @@ def is_static_placeholder(node: fx.Node) -> bool:
         return True
     source = getattr(node, "_dynamo_source", None)
     return source is not None and source.guard_source.is_fsdp_module()
+
+
+def name_of_input(node: fx.Node) -> str:
+    """What the user calls an input of a graph from Dynamo: "input_ids" of ``L['kwargs']['input_ids']``; "" where that
+    is not known.
+
+    Needed by torch 2.11 to 2.14: ``node.meta["grapharg"]`` and its source.
+    """
+    source = getattr(node.meta.get("grapharg"), "source", None)
+    name = getattr(source, "name", "")
+    found = _NAMES.findall(name() if callable(name) else name)
+    return found[-1] if found else ""

@@ -21,8 +21,11 @@ class AllocatorEvent(NamedTuple):
 def records_allocator_events() -> bool:
     """Whether the caching allocator records its events now. True where that cannot be known.
 
-    Needed by torch 2.11 to 2.14: ``torch._C._cuda_isHistoryEnabled``.
+    Needed by torch 2.11 to 2.14: ``torch._C._cuda_isHistoryEnabled``, which ends the process where CUDA has not begun
+    (H200, torch 2.11).
     """
+    if not torch.cuda.is_initialized():
+        return False
     is_enabled = getattr(torch._C, "_cuda_isHistoryEnabled", None)
     return is_enabled is None or bool(is_enabled())
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxoffload.analysis.value_names import ValueNames
+from fxoffload.analysis.value_names import INPUT_NAME, ValueNames
 
 
 class Gated(nn.Module):
@@ -45,3 +45,19 @@ def test_by_op_and_node_where_there_is_no_module() -> None:
     found = names(modules=False)
     assert found["mm"] == "aten.mm mm [2, 8] f32" and found["sin_1"] == "aten.sin sin_1 [2, 8] f32"
     assert [text for text in found.values() if text.startswith("input ")] == [f"input {next(iter(found))} [2, 4] f32"]
+
+
+def test_a_value_of_no_module_is_named_after_the_module_that_it_comes_from() -> None:
+    gm = make_fx(lambda x: torch.sin(torch.sin(x)).amax())(torch.ones(2, 4))
+    first = next(node for node in gm.graph.nodes if node.op == "call_function")
+    first.meta["nn_module_stack"] = {"a": ("L['self'].lm_head", nn.Linear)}
+    named = {node.name: ValueNames(gm.graph).of(node) for node in gm.graph.nodes if node.op == "call_function"}
+    assert named["amax"] == "from lm_head (amax) [] f32" and named["sin"] == "lm_head [2, 4] f32"
+
+
+def test_an_input_is_called_as_the_user_calls_it() -> None:
+    gm = make_fx(lambda x: torch.sin(x))(torch.ones(2, 4))
+    given, computed = list(gm.graph.nodes)[:2]
+    given.meta[INPUT_NAME] = "input_ids"
+    names = ValueNames(gm.graph)
+    assert names.of(given) == "input input_ids [2, 4] f32" and names.of(computed) == "from input_ids (sin) [2, 4] f32"

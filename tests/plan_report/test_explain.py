@@ -232,6 +232,8 @@ def test_whether_logits_are_returned() -> None:
         "the forward returns 1.0 GiB beside its loss, the largest lm_head [8, 4] bf16: it is on the device until the "
         "backward has ended. Return the loss alone, or take it by model(...).loss and keep nothing else"
     ]
+    caching = replace(alone, returns=(loss, *[replace(logits, label=f"k_proj {i}") for i in range(4)]))
+    assert "call the model with use_cache=False in training" in advice_on(replace(facts, graphs=(caching,)))[0]
     hidden = GraphFacts("layers.0", None, returns=(logits,))
     assert not advice_on(StepFacts((plan(),), (hidden,))), "without a loss it is what the next graph is given"
 
@@ -348,3 +350,8 @@ def test_a_model_on_the_cpu_without_the_rehearsal(fresh: None) -> None:
         fxoffload.NoPlanError, match="1 compiled as plain Inductor does: its tensors are on cpu, not on cu"
     ):
         fxoffload.explain()
+
+
+def test_a_module_is_asked_for_by_name() -> None:
+    with pytest.raises(TypeError, match=r"expected the name of a module, .* found int 3"):
+        fxoffload.explain(3)  # type: ignore[arg-type]

@@ -220,7 +220,7 @@ backward ms                            540.0           685.9        556.9       
 exposed copy ms                          0.0             0.0         12.3                  0.0          14.0        13.0
 offloaded GiB                           0.00            0.00         5.62                 0.00          5.62           -
 
-the peak is in backward segment layers_3
+the peak is in the backward of layers.3
 the smallest budget is about 8.00 GiB
 
   activation_budget GiB    peak GiB    step ms    slowdown
@@ -264,7 +264,7 @@ backward ms                            540.0        540.0
 exposed copy ms                          0.0          0.0
 offloaded GiB                           0.00         0.00
 
-the peak is in backward segment layers_3
+the peak is in the backward of layers_3
 the smallest budget is about 8.00 GiB
 
 the forward saves nothing""",

@@ -355,7 +355,12 @@ def test_planning_switched_off_by_the_environment(monkeypatch: pytest.MonkeyPatc
         ({}, "found one with 0 positional arguments and no keywords: missing a required argument: 'input'"),
         ({"example_args": (1, 2)}, "found one with 2 positional arguments and no keywords: too many"),
         ({"example_kwargs": torch.zeros(1)}, r"plan\(model, {'input_ids': ids}\), found Tensor; .* example_args="),
-        ({"example_args": torch.zeros(1)}, r"expected example_args=\(\.\.\.\), a sequence, found Tensor"),
+        ({"example_kwargs": torch.zeros(8, 2)}, r"keyword arguments of one call, .* found Tensor"),
+        ({"example_kwargs": (torch.zeros(8, 2),)}, r"keyword arguments of one call, .* found tuple"),
+        ({"example_kwargs": 3}, r"keyword arguments of one call, .* found int"),
+        ({"example_args": torch.zeros(1)}, r"expected example_args=\(\.\.\.\), a tuple or a list, found Tensor"),
+        ({"example_args": None}, r"expected example_args=\(\.\.\.\), a tuple or a list, found NoneType"),
+        ({"optimizer": "adamw"}, r"expected a torch\.optim\.Optimizer, or None for AdamW's state, found str 'adamw'"),
     ],
 )
 def test_a_call_that_the_model_does_not_take(call: dict[str, Any], message: str) -> None:
@@ -366,6 +371,15 @@ def test_a_call_that_the_model_does_not_take(call: dict[str, Any], message: str)
 def test_what_is_no_model() -> None:
     with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module to plan, found function"):
         fxoffload.plan(lambda x: x, {})  # type: ignore[arg-type]
+
+
+def test_a_model_without_tensors() -> None:
+    class Constant(nn.Linear):
+        def forward(self) -> int:  # type: ignore[override]
+            return 3
+
+    with pytest.raises(UnsupportedError, match=r"nothing in its call that torch\.compile could trace"):
+        fxoffload.plan(Constant(2, 2), {})
 
 
 def test_nothing_to_plan() -> None:
