@@ -2,8 +2,9 @@
 
 ``mm_4`` is ``layers.3.mlp.gate_proj [16384, 12288] bf16``. Where the module of a value computes several values, the op
 tells which: ``layers.3.self_attn (mul)``, and its place among alike ones: ``layers.3.self_attn (mul 2)``. Without a
-module the node's name stands there, and the value that its first operand leads back to: ``from lm_head (amax_1)``, a loss
-in eager code. Where that has no name either, the op and the node's name do: ``aten.mm mm_4``. Names depend on the graph alone, never on a plan.
+module, as in a loss in eager code, the node's name stands there, and the module that its first operand leads back to:
+``from lm_head (amax_1)``. Where there is none either, the op and the node's name: ``aten.mm mm_4``. Names depend on the
+graph alone, never on a plan.
 """
 
 from __future__ import annotations
