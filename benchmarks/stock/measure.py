@@ -66,9 +66,12 @@ class ShardedStockMeasurement(Measurement):
         _keep_first(self.result, _stepper(self))
 
     def await_plan(self) -> None:
-        watch, result = PlanWatch(seen=()), self.result
-        for _ in range(self.request.protocol.calibration_steps):
-            join_planning()
+        """At first as in a training loop, where variants compile while steps go on. All ranks take as many steps."""
+        watch, result, protocol = PlanWatch(seen=()), self.result, self.request.protocol
+        unwaited = PATIENCE * protocol.calibration_steps
+        for index in range(unwaited + protocol.calibration_steps):
+            if index >= unwaited:
+                join_planning()
             found = watch.freeze(len(_stepper(self).facts))
             if found is not None and _is_other(found, result.plan):
                 result.plan = found

@@ -382,7 +382,7 @@ class ChainPlanning:
     def gain(self, found: Schedule, baseline: Prediction | None = None, variants: CallVariants | None = None) -> str:
         pairs = zip(variants or self.choice.variants, self.plain.variants, strict=True)
         count = sum(mine is not plain for mine, plain in pairs)
-        how = f", {count} of {len(self.descriptions)} calls computing more again" if count else ""
+        how = f", {count} of {len(self.descriptions)} calls recompute more" if count else ""
         return gain_of(found.simulation, baseline or self.baseline) + how
 
     # -- to be followed ------------------------------------------------------------------------------------------------

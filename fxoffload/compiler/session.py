@@ -430,7 +430,7 @@ class CompileSession:
         try:
             return variant_maker_for(source, compiled, self._builder, self._variants, self.rates())
         except Exception as error:
-            log.warning("a graph has no variants that compute more again: %s", in_brief(error))
+            log.warning("a graph has no variants that recompute more: %s", in_brief(error))
             return None
 
     def _describe_for_chain(self, backward: BackwardState, kwargs: GraphKwargs) -> None:

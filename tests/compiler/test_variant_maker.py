@@ -660,7 +660,7 @@ def test_a_graph_without_a_variant_maker_has_a_description(caplog: pytest.LogCap
     ):
         found = sites_of(Layers(2), torch.randn(2, 12, 16))
     assert len(found) == 2 and all(part_of(s).variant_maker is None for s in found)
-    assert "no variants that compute more again: TypeError: on purpose" in caplog.text
+    assert "no variants that recompute more: TypeError: on purpose" in caplog.text
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import faulthandler
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -177,13 +178,17 @@ def _read(path: Path) -> dict[str, Found]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
+_RECOMPUTES = re.compile(r"\d+ of \d+ calls recompute more")
+
+
 def check_training(found: Found) -> str:
     """Checks a phase of training on one rank, whatever the mesh. Returns the plan's numbers."""
     assert found["moved"] > 15, "the losses of different inputs and weights differ"
     assert (found["losses_differing"], found["weights_differing"]) == (0, 0)
     (summary,), (nbytes,) = found["summaries"], found["planned_bytes"]
-    if "again" in summary or "again" in str(found["kept_summaries"]):
-        assert found["kept_summaries"] == [summary], "what is computed again is the same on both sides"
+    # Times and bytes of the two plans differ: one of them was measured with copies.
+    recomputes, kept = (_RECOMPUTES.findall(str(s)) for s in (summary, found["kept_summaries"]))
+    assert recomputes == kept, f"the same is recomputed on both sides: {summary}; {found['kept_summaries']}"
     assert nbytes > 0
     assert found["offloaded"] > 10 * nbytes
     assert (found["groups_on_tape"], found["host_bytes_in_use"]) == (0, 0)

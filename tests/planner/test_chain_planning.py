@@ -375,7 +375,7 @@ def test_what_only_recomputation_fits_into_is_recomputed() -> None:
         assert_equal(run.step(), plain)
     (plan,) = new_plans()
     assert plan.predicted_peak_bytes <= plan.activation_budget < plan.baseline_peak_bytes
-    assert "computing more again" in plan.summary
+    assert "recompute more" in plan.summary
     assert compile_counts()["segments"] > before + compiled
     assert {d.action for d in plan.decisions} >= {"keep", "recompute"}
     assert fxoffload.Plan.from_json(plan.to_json()).decisions == plan.decisions
@@ -492,7 +492,7 @@ def test_an_input_that_the_program_modifies_is_saved_by_no_variant(writes: bool)
     for _ in range(3):
         assert_equal(run.step(), plain)
     (plan,) = new_plans()
-    assert ("computing more again" in plan.summary) is not writes
+    assert ("recompute more" in plan.summary) is not writes
 
 
 def test_layers_of_one_graph_that_move_nothing_are_planned() -> None:

@@ -451,7 +451,7 @@ def test_calls_recompute_more_where_copies_are_slow() -> None:
         assert plan.calibrated is not None and plan.simulation is not None
         assert plan.calibrated.peak_bytes <= budget
         assert moved_by(run) == plan.calibrated.bytes_offloaded
-    assert f"{sum(map(bool, ran[-1]))} of {LAYERS} calls computing more again" in plan.summary
+    assert f"{sum(map(bool, ran[-1]))} of {LAYERS} calls recompute more" in plan.summary
     assert ", by what was measured: " in plan.summary
     assert plan.predicted == before.predicted and plan.measured_step_ms is not None
     chosen.reset_mock()  # it holds its arguments
@@ -485,7 +485,7 @@ def test_what_took_longer_than_before_is_taken_back() -> None:
         assert plan.calibrated is not None
         assert moved_by(run) == plan.calibrated.bytes_offloaded
     assert ", by what was measured: " in plan.summary
-    assert plan.summary.endswith("2 of 5 calls computing more again")
+    assert plan.summary.endswith("2 of 5 calls recompute more")
 
 
 @pytest.mark.slow

@@ -124,6 +124,7 @@ class Torch:
         self.calls: list[Any] = []
         self.traces: list[list[dict[str, Any]]] = [[], []]
         self.counts = {"allocated": 7, "freed": 3}
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
         monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: self.is_recording, raising=False)
         monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", self.record)
         monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"device_traces": self.traces})
