@@ -13,8 +13,12 @@ import pytest
 import torch
 from torch._logging._internal import trace_log
 
+from tests.marks import draw_few, examples
 
-def pytest_configure() -> None:
+
+def pytest_configure(config: pytest.Config) -> None:
+    draw_few(quick="slow" in str(config.getoption("markexpr")))
+
     # pytest captures by adding handlers to every logger that does not propagate. With a handler, torch takes it that
     # TORCH_TRACE is set, and prints every graph at every stage of every compilation.
     trace_log.propagate = True
@@ -26,7 +30,9 @@ def pytest_configure() -> None:
     with contextlib.suppress(ImportError):
         from hypothesis import HealthCheck, settings
 
-        settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        settings.register_profile(
+            "any machine", max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+        )
         settings.load_profile("any machine")
 
     # Many tests collect garbage, and so do compilations: half a second each time, where the half million objects that

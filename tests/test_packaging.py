@@ -75,6 +75,7 @@ def test_the_command_is_declared_and_loads(pyproject: dict[str, Any]) -> None:
     assert callable(getattr(importlib.import_module(module), name))
 
 
+@pytest.mark.slow
 def test_the_import_registers_the_backend_and_starts_no_cuda() -> None:
     # Without entry points, as where the package is not installed.
     code = """

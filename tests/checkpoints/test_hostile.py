@@ -24,6 +24,7 @@ from fxoffload.checkpoints.read_json import MOST_LEVELS, MOST_MARKS
 from fxoffload.cli.moe_tables import printable
 from tests.checkpoints.making import make
 from tests.checkpoints.test_index import FIRST, INDEX
+from tests.marks import examples
 
 CONFIG = "config.json"
 NAME = "model.layers.0.mlp.gate.weight"
@@ -206,6 +207,7 @@ def test_millions_of_values_are_refused_before_they_are_read(tmp_path: Path, fil
     assert time.process_time() - begun < 0.5
 
 
+@pytest.mark.slow
 def test_a_header_of_many_tensors_is_read(tmp_path: Path) -> None:
     names = [f"model.layers.0.mlp.experts.{number}.up_proj.weight" for number in range(100_000)]
     (tmp_path / "a.safetensors").write_bytes(build_header([(name, "F32", (0, 8)) for name in names], {}))
@@ -412,14 +414,14 @@ def only_our_errors(untouched: Path, data: st.DataObject) -> None:
 NO_DEADLINE = settings(deadline=None, suppress_health_check=list(HealthCheck), database=None)
 
 
-@settings(NO_DEADLINE, max_examples=30)
+@settings(NO_DEADLINE, max_examples=examples(30))
 @given(data=st.data())
 def test_only_our_errors_come_out(untouched: Path, data: st.DataObject) -> None:
     only_our_errors(untouched, data)
 
 
 @pytest.mark.slow
-@settings(NO_DEADLINE, max_examples=1500)
+@settings(NO_DEADLINE, max_examples=examples(1500))
 @given(data=st.data())
 def test_only_our_errors_come_out_for_long(untouched: Path, data: st.DataObject) -> None:
     only_our_errors(untouched, data)

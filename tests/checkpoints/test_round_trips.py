@@ -30,6 +30,7 @@ from tests.checkpoints.making import (
     other_state,
     save,
 )
+from tests.marks import examples
 
 LAYOUTS = ("experts", "stacked", "fused")
 PAIRS = [(a, b) for a in LAYOUTS for b in LAYOUTS if a != b]
@@ -107,7 +108,7 @@ def test_other_scales_are_stacked(tmp_path: Path, scale: tuple[int, ...]) -> Non
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     name=st.sampled_from(sorted(FAMILY)),
     pair=st.sampled_from(PAIRS),

@@ -197,6 +197,7 @@ def test_a_prompt_in_pieces_computes_what_the_whole_does(config: str) -> None:
     close(torch.cat([first.logits, second.logits], 1), whole, None)
 
 
+@pytest.mark.slow
 def test_chunked_attention_has_its_mask() -> None:
     config = Llama4TextConfig(
         **TINY, attention_chunk_size=8, intermediate_size_mlp=64, num_local_experts=2, interleave_moe_layer_step=4
@@ -239,6 +240,7 @@ SEQ2SEQ: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masked", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("config", ["bart", pytest.param("t5", marks=pytest.mark.slow)])
 def test_cross_attention_is_that_of_sdpa(config: str, masked: bool) -> None:

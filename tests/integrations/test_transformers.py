@@ -67,6 +67,7 @@ def losses(trainer: Trainer) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+@pytest.mark.slow
 def test_trainer_computes_the_same_with_offloading(tmp_path: Path) -> None:
     keeping = make_trainer(tmp_path, model=make_model(), policy="keep_all")
     keeping.train()

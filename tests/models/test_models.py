@@ -46,7 +46,7 @@ def flipped(name: str, dropout: float = 0.0) -> tuple[Flip, Observed]:
     return check_flip(train_step(built.model, lambda: built.loss(module)), min_segments=segments), eager
 
 
-@pytest.mark.slow_except("qwen3")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS, scope="module")
 def test_gradients_do_not_depend_on_offloading(name: str) -> None:
     flip, eager = flipped(name)  # compares the bits

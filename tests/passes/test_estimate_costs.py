@@ -33,6 +33,7 @@ from fxoffload.machine.shelf import load_profile
 from fxoffload.passes.cut_segments import Segmentation
 from fxoffload.planner.rates import ProfileRates
 from tests.capture import Sketch, tiny_tower
+from tests.marks import examples
 
 aten, prims = torch.ops.aten, torch.ops.prims
 bf16 = torch.bfloat16
@@ -647,7 +648,7 @@ def random_graphs(draw: st.DrawFn) -> fx.GraphModule:
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(random_graphs(), st.data())
 def test_costs_are_sums_over_kinds_and_work_is_the_same_however_it_is_cut(gm: fx.GraphModule, data: Any) -> None:
     nodes = ops(gm)
@@ -665,7 +666,7 @@ def test_costs_are_sums_over_kinds_and_work_is_the_same_however_it_is_cut(gm: fx
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(random_graphs(), st.floats(0, 3), st.floats(0, 3), st.floats(0, 9))
 def test_a_slower_machine_is_never_faster(gm: fx.GraphModule, matmul: float, memory: float, launch: float) -> None:
     nodes = ops(gm)
@@ -675,7 +676,7 @@ def test_a_slower_machine_is_never_faster(gm: fx.GraphModule, matmul: float, mem
     assert (slow.flops, slow.bytes_moved, slow.num_kernels) == (fast.flops, fast.bytes_moved, fast.num_kernels)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.lists(st.sampled_from(("unary", "add", "mm", "norm")), min_size=1, max_size=12), st.data())
 def test_cutting_a_chain_never_saves(kinds: list[str], data: Any) -> None:
     sketch = Sketch()
@@ -697,7 +698,7 @@ def test_cutting_a_chain_never_saves(kinds: list[str], data: Any) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(random_graphs())
 def test_no_two_kernels_wait_for_each_other(gm: fx.GraphModule) -> None:
     fusion = Fusion(ops(gm))
@@ -713,7 +714,7 @@ def test_no_two_kernels_wait_for_each_other(gm: fx.GraphModule) -> None:
     graphlib.TopologicalSorter(waits).prepare()  # raises on a circle
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.integers(1, 6), st.integers(1, 6))
 def test_more_of_the_same_costs_as_much_more(times: int, rows: int) -> None:
     """Parts that share nothing add up; a chain's FLOPs and bytes grow with its rows as their sizes do."""

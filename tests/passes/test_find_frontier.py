@@ -30,7 +30,7 @@ from fxoffload.passes.tag_recompute import TagRecompute
 from fxoffload.torch_private.partitioner import default_partition, is_rng_state
 from tests import support
 from tests.capture import WIDTH, Block, Captured, Sketch, Tower, capture, example_input
-from tests.marks import slow
+from tests.marks import examples, slow
 from tests.support import assert_equal
 
 aten = torch.ops.aten
@@ -413,7 +413,7 @@ def every_choice(gm: fx.GraphModule, problem: find_frontier._Problem, joint: Joi
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(random_layers(), st.floats(-9, 0))
 def test_a_cut_is_the_best_of_all_choices(gm: fx.GraphModule, exponent: float) -> None:
     joint = Joint(
@@ -440,7 +440,7 @@ def test_a_cut_is_the_best_of_all_choices(gm: fx.GraphModule, exponent: float) -
         )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.data())
 def test_corners_are_what_all_cuts_have_for_corners(data: st.DataObject) -> None:
     network = Network()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fxoffload.passes.settle_nodes import GLUE_KEY, SettleNodes
 from tests.capture import Sketch
+from tests.marks import examples
 
 aten = torch.ops.aten
 
@@ -121,7 +122,7 @@ def test_seeds_that_come_in_as_an_input_are_looked_up_at_the_top() -> None:
     assert not glued(gm)  # there is no op in front of it that it could be cut from
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.data())
 def test_any_graph_stays_valid_and_gives_the_same_results(data: st.DataObject) -> None:
     """Ops of one or two inputs and packed ops, drawn at random; some of the results are the caller's, some saved."""

@@ -63,7 +63,7 @@ def found_in(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return lambda case: [rank.found(case) for rank in ended]
 
 
-@pytest.mark.slow_except("away.noop_fsdp2", "away.noop_fsdp1", "away.noop_ddp", "away.noop_tensor_parallel")
+@pytest.mark.slow_except("away.noop_fsdp2", "away.noop_tensor_parallel")
 @pytest.mark.parametrize("case", [f"away.noop_{model}" for model in MODELS])
 def test_nothing_is_left_of_an_offload(found_in: Ranks, case: str) -> None:
     """Objects, layouts, aliases, padding and bytes; and the next five steps, offloaded three times in between."""
@@ -78,7 +78,7 @@ def test_nothing_is_left_of_an_offload(found_in: Ranks, case: str) -> None:
         assert found["num_waits"] > 1
 
 
-@pytest.mark.slow_except("away.uses_fsdp2", "away.uses_fsdp1", "away.uses_ddp", "away.fresh_fsdp2")
+@pytest.mark.slow_except("away.uses_fsdp1", "away.fresh_fsdp2")
 @pytest.mark.parametrize("case", [f"away.{steps}_{model}" for steps in ("uses", "fresh") for model in USED])
 def test_every_use_raises_and_breaks_nothing(found_in: Ranks, case: str) -> None:
     """On both ranks, so that neither waits for the other in a collective. ``fresh``: offloaded before the first step,

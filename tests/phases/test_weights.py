@@ -20,6 +20,7 @@ from fxoffload.phases.weight_sync import bucket_stream
 from fxoffload.phases.weight_sync.buckets import Load, plan_buckets
 from fxoffload.phases.weight_sync.cuts import TensorCut, boxes, region
 from fxoffload.phases.weight_sync.weights import stream_weights, weights_on_device
+from tests.marks import examples
 from tests.phases.delayed import DelayedCopies
 
 
@@ -306,7 +307,7 @@ def test_weights_on_device_takes_back_only_what_was_away() -> None:
 
 
 @given(st.lists(st.integers(1, 4), max_size=4), st.data())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_boxes_hold_the_elements_in_order(sizes: list[int], data: st.DataObject) -> None:
     total = math.prod(sizes)
     start = data.draw(st.integers(0, total))
@@ -320,7 +321,7 @@ def test_boxes_hold_the_elements_in_order(sizes: list[int], data: st.DataObject)
 
 
 @given(st.integers(1, 9), st.integers(1, 5), st.integers(1, 4))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_regions_are_what_chunk_gives(extent: int, first: int, second: int) -> None:
     cuts = [TensorCut(0, first, 0, None), TensorCut(0, second, 0, None)]
     array = torch.arange(extent)
@@ -338,7 +339,7 @@ def test_regions_are_what_chunk_gives(extent: int, first: int, second: int) -> N
     st.sampled_from([2, 4]),
     st.sampled_from([2, 4]),
 )
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 def test_plans_move_everything_once_and_keep_their_promise(
     items: list[tuple[str | None, int]], bucket: int, source: int, out: int
 ) -> None:

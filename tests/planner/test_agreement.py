@@ -25,7 +25,7 @@ BUDGETS: tuple[tuple[int | None, int | None], ...] = (
 )
 
 
-@pytest.mark.slow_except("bare tower-default windows", "one layer-budgets", "shared gates-budgets", "tower-budgets")
+@pytest.mark.slow_except("one layer-budgets", "shared gates-budgets", "tower-budgets")
 @pytest.mark.parametrize("default_windows", [True, False], ids=["default windows", "budgets"])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_byte(name: str, default_windows: bool) -> None:

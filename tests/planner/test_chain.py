@@ -15,6 +15,7 @@ from fxoffload.planner.windows import no_windows, windows_for
 from fxoffload.step.edges import EdgeMemory, Moment
 from fxoffload.step.offload_candidate import OffloadCandidate
 from tests.capture import Block, capture, example_input
+from tests.marks import examples
 from tests.planner.chains import training_steps
 
 RATES = ConstantRates(50.0, 50.0)
@@ -130,7 +131,7 @@ def test_moments() -> None:
             assert a.is_before(b) is (i < j)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(training_steps(), st.data())
 def test_a_chain_of_one_call_is_that_call(step: TrainingStep, data: st.DataObject) -> None:
     """Under a plan's windows, to the byte; an entry stands in front."""
@@ -149,7 +150,7 @@ def test_a_chain_of_one_call_is_that_call(step: TrainingStep, data: st.DataObjec
     assert joined.num_prefetch_misses == alone.num_prefetch_misses
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.lists(training_steps(4), min_size=2, max_size=4), st.data())
 def test_chains_hold_together(steps: list[TrainingStep], data: st.DataObject) -> None:
     """Nothing passes between the calls: bytes moved add up, time is the sum, windows fall to the calls in order."""

@@ -411,7 +411,7 @@ def test_a_variant_that_cannot_be_compiled() -> None:
     assert "recompute" not in {d.action for d in plan.decisions}
 
 
-@pytest.mark.parametrize(("inner", "fails"), [("aot_eager", False), ("aot_eager", True), slow("inductor", False)])
+@pytest.mark.parametrize(("inner", "fails"), [slow("aot_eager", False), ("aot_eager", True), slow("inductor", False)])
 def test_variants_are_compiled_while_steps_run(inner: str, fails: bool) -> None:
     """As on a GPU. Until then steps follow a plan for the graphs as they are, and draw the same random numbers."""
     plain = recorded(MODELS["stack"], policy="keep_all", inner=inner).step()
@@ -484,6 +484,7 @@ class Frozen(nn.Module):
         return self.down(nn.functional.gelu(self.up(x)))
 
 
+@pytest.mark.slow_except("True")
 @pytest.mark.parametrize("writes", [False, True])
 def test_an_input_that_the_program_modifies_is_saved_by_no_variant(writes: bool) -> None:
     """As compiled the graphs do not save it, so the program may."""
@@ -711,6 +712,7 @@ def test_graphs_of_different_options_are_not_planned() -> None:
     assert not new_plans()
 
 
+@pytest.mark.slow_except("planner", "prefetch")
 @pytest.mark.parametrize("piece", ["tape_plan", "planner", "prefetch", "cross_graph_prefetch"])
 def test_pieces_that_switch_it_off(piece: str) -> None:
     run = recorded(MODELS["stack"], activation_budget="1GiB", disable=(piece,))
@@ -837,6 +839,7 @@ def test_microbatches() -> None:
     assert [p.label for p in new_plans()] == ["a step over 10 calls of 2 graphs"]
 
 
+@pytest.mark.slow
 def test_steps_that_raise() -> None:
     plain = plain_run("stack")
     run = recorded(MODELS["stack"], steps=3, activation_budget=in_between())
@@ -897,6 +900,7 @@ def follows(model: nn.Module, x: Tensor) -> bool:
     return step.began is StepState.FOLLOWING and step.state is StepState.COMPLETE
 
 
+@pytest.mark.slow_except("40")
 @pytest.mark.parametrize("dropped", [1, 40])
 def test_forwards_without_a_backward_are_no_steps_that_were_watched(dropped: int) -> None:
     """A validation pass that forgot no_grad, before training."""

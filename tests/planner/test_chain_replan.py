@@ -38,6 +38,7 @@ from fxoffload.runtime.profiler.stream_events import PooledEvents, host_events
 from fxoffload.runtime.tracker.step_tracker import StepTracker
 from fxoffload.step.readings import Readings
 from fxoffload.step.segment_names import TURN, lies_between
+from tests.marks import examples
 from tests.planner import test_chain_planning
 from tests.planner.chains import decided_steps
 from tests.planner.rehearsal import CPU
@@ -978,7 +979,7 @@ def test_a_budget_is_that_of_the_graphs_and_what_runs_between_them() -> None:
     assert Again()._is_better(too_much, too_much, None)  # type: ignore[arg-type]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(decided_steps(4))
 def test_the_turn_changes_no_byte_and_adds_its_time(made: tuple[TrainingStep, tuple[bool, ...]]) -> None:
     """It comes after all segments of the forward, also under windows that were made without it."""

@@ -21,6 +21,7 @@ from fxoffload.planner.formulate import problem_of
 from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.schedule import Scheduler
 from fxoffload.step.edges import EdgeMemory, Edges, Moment
+from tests.marks import examples
 
 MB = 1 << 20
 
@@ -333,7 +334,7 @@ def test_an_input_that_only_a_variant_saves() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(
     st.lists(st.integers(1, 96), min_size=1, max_size=4),
     st.floats(0.2, 6.0),

@@ -157,6 +157,7 @@ def test_what_is_asked_for_outweighs_checkpointing() -> None:
     assert slower.baseline == by_default.baseline
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "whole", "dropout"),
     [slow("qwen3", True, 0.0), ("gpt2", False, 0.25), slow("gpt2", True, 0.25), slow("qwen3", False, 0.0)],

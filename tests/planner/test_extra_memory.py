@@ -30,6 +30,7 @@ from fxoffload.runtime.profiler.first_arguments import FirstArguments, OnOtherSt
 from fxoffload.step.edges import CallAt, EdgeMemory, Moment
 from fxoffload.step.readings import PHASES, Readings, Sample
 from fxoffload.step.segment_names import TURN, entry_of
+from tests.marks import examples
 from tests.planner.chains import training_steps
 
 CPU = torch.device("cpu")
@@ -51,7 +52,7 @@ def _step() -> TrainingStep:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(training_steps(3), min_size=1, max_size=3), st.data())
 def test_what_is_seen_when_calls_begin(steps: list[TrainingStep], data: st.DataObject) -> None:
     """What the graphs take there, and so much more: exactly that is found, and counts in every segment of the call."""

@@ -179,6 +179,7 @@ def test_a_graph_that_was_left_to_inductor_is_told_of_once(budget: int) -> None:
     assert max(run.peaks[2:]) <= most
 
 
+@pytest.mark.slow
 def test_a_graph_of_inductor_that_fits_is_not_told_of(budget: int) -> None:
     run = Run(activation_budget="1GiB")
     with held(run), warnings.catch_warnings():

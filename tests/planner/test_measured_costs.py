@@ -317,6 +317,7 @@ def only_graph_boundaries() -> Any:
     return simulation.boundaries
 
 
+@pytest.mark.slow
 def test_a_budget_that_the_measured_peaks_exceed_is_told(measure_with: Callable[[Meter], None]) -> None:
     budget = middle(recompute="default")
     torch.compiler.reset()

@@ -23,6 +23,7 @@ from fxoffload.plan_report.timeline import to_chrome_trace
 from fxoffload.planner import Boundary, ConstantRates, SegmentStep, Simulation, StorageInfo, TrainingStep, simulate
 from fxoffload.planner.measured import MeasuredSegment, MeasuredStep
 from fxoffload.planner.plan import BASES, NO_GRAPH, Decision, FrontierPoint, Prediction, why_not_measured
+from tests.marks import examples
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -359,7 +360,7 @@ _plans = st.builds(
 )
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(_plans)
 def test_json_gives_every_plan_back(made: Plan) -> None:
     assert Plan.from_json(made.to_json()) == made

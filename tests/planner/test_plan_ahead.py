@@ -119,6 +119,7 @@ def test_a_slowdown_is_kept() -> None:
     assert plan(model, example_args=batch, **SMALL).max_slowdown == 0.02
 
 
+@pytest.mark.slow
 @pytest.mark.inductor
 def test_the_segments_of_inductor_have_the_same_plan() -> None:
     model = Tower(3)
@@ -214,6 +215,7 @@ def test_code_that_is_compiled_stays_compiled_and_static() -> None:
     assert len(shapes) == 2
 
 
+@pytest.mark.slow
 def test_settings_of_dynamo_do_not_matter_and_stay() -> None:
     from torch._dynamo import config
 

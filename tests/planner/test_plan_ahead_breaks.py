@@ -143,6 +143,7 @@ def test_a_break_before_or_after_the_only_graph() -> None:
     assert found.decisions == trained_plans(model, x)[-1].decisions
 
 
+@pytest.mark.slow
 def test_a_break_that_reads_a_value_says_where() -> None:
     class Reads(Tower):
         def forward(self, x: Tensor) -> Tensor:

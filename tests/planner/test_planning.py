@@ -306,6 +306,7 @@ def test_a_small_host() -> None:
     assert other.plan.predicted.bytes_offloaded <= 9000
 
 
+@pytest.mark.slow
 def test_the_decisions_explain_every_candidate() -> None:
     found = recorded("tower")
     error = found.smallest()
@@ -504,6 +505,7 @@ def test_both_knobs() -> None:
     assert plan.predicted_peak_bytes <= smallest
 
 
+@pytest.mark.slow
 def test_a_slowdown() -> None:
     model = tower()
     plan = check_plan(scenario(model, compiled(model, max_slowdown=10.0)))
@@ -554,6 +556,7 @@ def test_a_graph_without_layers_has_nothing_to_choose_from() -> None:
     assert graph.decide() == graph.actions["auto"]
 
 
+@pytest.mark.slow
 def test_planning_that_fails() -> None:
     model = tower()
     expected = scenario(model, compiled(model, policy="keep_all", recompute="default"))()
@@ -577,6 +580,7 @@ def test_planning_that_fails() -> None:
 middle_of_tower = 80_000
 
 
+@pytest.mark.slow
 def test_several_forwards_before_their_backward() -> None:
     model = tower()
     call = compiled(model, activation_budget=middle())

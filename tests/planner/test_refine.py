@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from fxoffload.planner import SegmentStep, StorageInfo, TrainingStep
 from fxoffload.planner.local_search import refine
 from fxoffload.planner.schedule import Schedule, Scheduler
+from tests.marks import examples
 from tests.planner.chains import MB, decided_steps
 from tests.planner.test_schedule import check, rates
 
-many = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+many = settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @many

@@ -14,10 +14,11 @@ from fxoffload.planner import TrainingStep, simulate
 from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.windows import least_peak_bytes, windows_for
+from tests.marks import examples
 from tests.planner.chains import MB, decided_steps, training_steps
 from tests.planner.test_windows import chain, unbounded
 
-many = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+many = settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @functools.cache

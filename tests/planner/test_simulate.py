@@ -17,6 +17,7 @@ from fxoffload.planner import (
     TrainingStep,
     simulate,
 )
+from tests.marks import examples
 from tests.planner.chains import MB, budgets, decided_steps
 
 Decided = tuple[TrainingStep, tuple[bool, ...]]
@@ -193,7 +194,7 @@ def test_every_value_is_back_before_it_is_read(
 
 
 @pytest.mark.slow
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(decided_steps(), budgets, budgets, rates, st.sampled_from([0.9, 0.5, 0.1]), st.sampled_from(["d2h", "h2d"]))
 def test_a_slower_link_makes_no_step_faster(
     decided: Decided, in_flight: int | None, prefetch: int | None, copies: ConstantRates, factor: float, which: str

@@ -21,6 +21,7 @@ from fxoffload.planner.problem import LayerVariant, Problem, ProblemLayer, Probl
 from fxoffload.planner.solve import least_peak, least_time, smallest_peak
 from fxoffload.planner.solve_model import MOVE_PRICE, Model
 from fxoffload.planner.solve_schedule import Loads
+from tests.marks import examples
 
 _GAP = 1.2e-3
 MIB = 1 << 20
@@ -243,7 +244,7 @@ def check(problem: Problem, solution: Solution) -> None:
 
 
 few = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+    max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
 )
 small = problems(max_layers=2, max_items=2)
 
@@ -252,7 +253,7 @@ small = problems(max_layers=2, max_items=2)
 
 
 @given(problems(), st.data(), st.integers(0, 150))
-@settings(few, max_examples=300)
+@settings(few, max_examples=examples(300))
 def test_the_closed_form_is_the_best_schedule(problem: Problem, data: st.DataObject, budget: int) -> None:
     numbers = tuple(data.draw(st.integers(0, len(la.variants) - 1)) for la in problem.layers)
     saved = [i for la, a in zip(problem.layers, numbers, strict=True) for i in la.variants[a].storages]
@@ -268,7 +269,7 @@ def test_the_closed_form_is_the_best_schedule(problem: Problem, data: st.DataObj
 
 @pytest.mark.slow
 @given(problems(max_items=4, max_alternatives=1), st.data(), st.integers(0, 150))
-@settings(few, max_examples=300)
+@settings(few, max_examples=examples(300))
 def test_the_program_says_what_the_closed_form_says(problem: Problem, data: st.DataObject, budget: int) -> None:
     """Of a choice that leaves nothing open."""
     layers = []

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from fxoffload.planner import ConstantRates, SegmentStep, StorageInfo, Take, TrainingStep, simulate
 from fxoffload.planner.windows import least_peak_bytes, no_windows, windows_for
 from fxoffload.step.choice import Windows
+from tests.marks import examples
 from tests.planner.chains import MB, decided_steps
 from tests.planner.rehearsal import Decisions, Rehearsal
 from tests.planner.rehearsed_models import MODELS, vectors
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 RATES = ConstantRates(50.0, 50.0)
 WIDE = 1 << 50
-many = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+many = settings(max_examples=examples(120), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def peak_and_ms(step: TrainingStep, decisions: tuple[bool, ...], windows: Windows) -> tuple[int, float]:

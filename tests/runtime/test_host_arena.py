@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from fxoffload.runtime.host_memory import arena as host_arena
 from fxoffload.runtime.host_memory.arena import ALIGNMENT, Fence, HeapMemory, HostArena, HostBlock, address_space_bytes
+from tests.marks import examples
 
 MIB = 1 << 20
 LARGE = 64 * MIB
@@ -333,7 +334,7 @@ def test_many_threads() -> None:
     assert arena.in_use_bytes == 0
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(st.data())
 def test_against_a_model_allocator(data: st.DataObject) -> None:
     """No two live blocks overlap, none lies outside, fences are at least as young as the youngest of the earlier

@@ -138,7 +138,7 @@ def every_fifth(found: list[Place]) -> list[Place]:
     return firsts[len(firsts) % 5 :: 5]
 
 
-@pytest.mark.slow_except("step", "new host memory")
+@pytest.mark.slow_except("new host memory")
 @pytest.mark.parametrize("name", WORK)
 def test_no_host_memory_is_lost_and_the_next_step_is_right(name: str, printed: list[str]) -> None:
     try_each_of(Steps(), name, printed, every_fifth)

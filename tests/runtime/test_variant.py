@@ -99,7 +99,7 @@ def test_attention_is_recomputed_without_its_random_state() -> None:
         assert not any("rng_state" in f"{n.name} {n.target}" for n in nodes)
 
 
-@pytest.mark.slow_except("True-aot_eager")
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("offload", [False, True])
 def test_a_graph_that_is_retained_gives_the_same_gradients_again(inner: str, offload: bool) -> None:
@@ -298,7 +298,7 @@ def test_a_copy_of_a_bundles_token_is_refused() -> None:
 # -- writes to saved values --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow_except("True")
+@pytest.mark.slow
 @pytest.mark.parametrize("offload", [False, True])
 def test_an_input_that_is_modified_before_the_backward_raises(offload: bool) -> None:
     """The bias is read again by variant 2 only."""
@@ -337,6 +337,7 @@ def kept_reasons() -> dict[str, int]:
     return dict(fxoffload.stats().calls_kept)
 
 
+@pytest.mark.slow
 def test_under_users_hooks_variant_0_runs() -> None:
     forced = Forced()
     expected = forced.step()
@@ -557,6 +558,7 @@ def test_a_backward_of_variant_0_does_not_take_a_variants_call() -> None:
     assert not step.pending
 
 
+@pytest.mark.slow
 def test_a_call_waits_for_its_backward_as_long_as_its_token_lives() -> None:
     forced = Forced()
     forced.force(1, 2, 1)

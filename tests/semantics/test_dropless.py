@@ -108,6 +108,7 @@ def test_more_tokens_for_one_expert_move_as_many_bytes() -> None:
     assert abs(moved[1] - moved[0]) < 2 * 20 * 4 * WIDTH  # alignment of ranges, and values of one per expert
 
 
+@pytest.mark.slow
 def test_a_budget_cannot_be_planned_for_and_everything_is_offloaded() -> None:
     """What experts save weighs nothing in a plan: it would keep all of it, or refuse a budget that is large enough."""
     model = Stack(2, block=Dropless)

@@ -15,6 +15,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.slow_except("True")
 @pytest.mark.parametrize("layer_by_layer", [False, True])
 def test_a_child_trains_while_its_parents_backward_is_to_come(layer_by_layer: bool) -> None:
     """What its parent offloaded is predicted to be read next, and cannot be had there. The parent goes on with it."""

@@ -98,7 +98,7 @@ def contiguous_copy(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.size(), dtype=tensor.dtype).copy_(tensor)
 
 
-@pytest.mark.slow_except("aot_eager-dynamic-offload_all")
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["offload_all", "keep_all"])
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])

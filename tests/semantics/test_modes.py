@@ -73,6 +73,7 @@ def test_frozen_model_in_training_mode_is_left_alone() -> None:
     _assert_plain()
 
 
+@pytest.mark.slow
 def test_eval_with_gradients_trains_like_any_other_mode() -> None:
     model = Stack(dropout=0.5).eval()
     module = compiled(model)
@@ -80,6 +81,7 @@ def test_eval_with_gradients_trains_like_any_other_mode() -> None:
     assert_close(flip.observed, train_step(model, lambda: (model(batch()) ** 2).sum())())
 
 
+@pytest.mark.slow
 def test_training_after_a_forward_without_gradients() -> None:
     """The validation loop in between changes nothing, on the same module."""
     model = Stack()
@@ -110,7 +112,7 @@ def _run_lengths(
     return found
 
 
-@pytest.mark.slow_except("marked-1100")
+@pytest.mark.slow
 @pytest.mark.parametrize("min_bytes", [slow(1), 1100])
 @pytest.mark.parametrize("mark", [True, False], ids=["marked", "found out"])
 def test_dynamic_shapes_compile_once_and_offload_at_every_length(mark: bool, min_bytes: int) -> None:
@@ -201,6 +203,7 @@ def test_dynamic_shapes_from_inductor_s_cache() -> None:
         assert_equal(one, other)
 
 
+@pytest.mark.slow
 def test_autocast() -> None:
     model = Stack()
     module = compiled(model)
@@ -252,7 +255,7 @@ def test_grad_scaler_trains_to_the_same_weights() -> None:
     assert_close(flip.observed, train(model), rtol=0.05, atol=0.05)
 
 
-@pytest.mark.slow_except("options1")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{"policy": "offload_all"}, {"policy": "auto", "recompute": "default", "max_slowdown": 99.0}]
 )
@@ -273,6 +276,7 @@ def test_dropout_is_that_of_eager_where_a_plan_recomputes() -> None:
     assert_close(found, train_step(model, lambda: (model(batch()) ** 2).sum())())
 
 
+@pytest.mark.slow
 @pytest.mark.inductor
 def test_dropout_under_inductor_is_that_of_eager_with_fallback_random() -> None:
     model = Stack(layers=3, dropout=0.5)

@@ -41,6 +41,7 @@ def flip_against_eager(model: nn.Module, x: Tensor) -> Flip:
     return flip
 
 
+@pytest.mark.slow
 def test_layer_norm() -> None:
     """Its op has three results: no cut separates them from it."""
     flip = flip_against_eager(Stack(), batch())

@@ -76,6 +76,7 @@ def test_gradient_accumulation() -> None:
     assert_close(check_flip(lambda: run(module)).observed, eager)
 
 
+@pytest.mark.slow_except("aot_eager")
 @pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
 def test_retain_graph(inner: str) -> None:
     """With Inductor, segments overwrite their inputs (donation): never values that a later backward needs."""
@@ -227,6 +228,7 @@ def test_error_of_the_caller_between_forward_and_backward() -> None:
     _next_step_is_fine(model, module, graphs)
 
 
+@pytest.mark.slow_except("1")
 @pytest.mark.parametrize("layer", [0, 1, 3])
 def test_exception_in_the_middle_of_the_backward(layer: int) -> None:
     armed = False

@@ -88,14 +88,7 @@ def came_too_soon(order: str, layers: int) -> list[bool]:
     return found
 
 
-@pytest.mark.slow_except(
-    "reversed-layers",
-    "one forward one backward-whole",
-    "one forward one backward-layers",
-    "deeper-layers",
-    "mixed-layers",
-    "the youngest first-whole",
-)
+@pytest.mark.slow_except("one forward one backward-layers", "the youngest first-whole", "reversed-layers")
 @pytest.mark.parametrize("kind", ["whole", "layers"])
 @pytest.mark.parametrize("order", ORDERS.values(), ids=list(ORDERS))
 def test_the_second_step_is_foretold(kind: str, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,6 +128,7 @@ def test_an_order_that_changes_is_wrong_and_counted_and_learned_anew(kind: str) 
     assert wrong == [0, 0, 1, 1, 1, 0, 1]
 
 
+@pytest.mark.slow_except("layers")
 @pytest.mark.parametrize("kind", ["whole", "layers"])
 def test_a_number_of_microbatches_that_changes(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The order learned for one number holds for others."""
@@ -153,6 +147,7 @@ def test_a_number_of_microbatches_that_changes(kind: str, monkeypatch: pytest.Mo
         assert all(arrivals.ready[1:])
 
 
+@pytest.mark.slow_except("4KiB")
 @pytest.mark.parametrize("prefetch_budget", ["1MiB", "4KiB", 1])
 def test_room_for_little_is_used_for_what_is_next(prefetch_budget: str | int) -> None:
     """Whatever fits, the same bits, and nothing is reloaded twice once the order is known."""

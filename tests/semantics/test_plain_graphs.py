@@ -35,7 +35,7 @@ PLAIN: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow_except("nothing worth moving-aot_eager", "nothing worth moving-inductor")
+@pytest.mark.slow_except("nothing worth moving-inductor")
 @pytest.mark.parametrize("inner", INNERS)
 @pytest.mark.parametrize("why", PLAIN)
 def test_a_plain_graph_keeps_what_a_second_backward_reads(why: str, inner: str) -> None:

@@ -126,6 +126,7 @@ def test_the_accumulated_limit_is_told() -> None:
     assert uncompiled() == {"accumulated_recompile_limit": 1}
 
 
+@pytest.mark.slow
 def test_calls_without_gradients_do_not_use_up_the_accumulated_limit_of_training() -> None:
     module = static(Stack(1))
     with torch._dynamo.config.patch(recompile_limit=8, accumulated_recompile_limit=LIMIT):  # type: ignore[attr-defined]

@@ -54,7 +54,7 @@ def gradients(model: nn.Module, call: Callable[[Tensor], Any], use: Uses) -> dic
     return {**found, "x": x.grad}
 
 
-@pytest.mark.slow_except("the loss alone", "twice", "a hook")
+@pytest.mark.slow_except("the loss alone", "a hook")
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 def test_gradients_are_those_of_eager(use: Uses) -> None:
     torch.manual_seed(0)
@@ -69,6 +69,7 @@ def test_gradients_are_those_of_eager(use: Uses) -> None:
             torch.testing.assert_close(gradient, like, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow_except("True")
 @pytest.mark.parametrize("uses_logits", [False, True])
 def test_what_is_made_is_known(uses_logits: bool) -> None:
     model = Returning()
