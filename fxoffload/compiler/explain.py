@@ -210,7 +210,7 @@ def reason_of(go: bool, info: StorageInfo | None, simulation: Simulation, *, is_
         if is_input:
             size = "it" if info is None else f"its {format_bytes(info.nbytes)}"
             return f"the caller's memory: to move {size} would free nothing"
-        return f"it fits: to move it{_copies(info, simulation)} would save no memory at the peak, or cost time"
+        return f"to move it{_copies(info, simulation)} would gain nothing of what was asked for"
     if simulation.exposed_ms > 0.01 * simulation.step_ms:
         size = "memory" if info is None else format_bytes(info.nbytes)
         return f"the peak needs its {size} (compute waits {simulation.exposed_ms:.2g} ms for copies in all)"

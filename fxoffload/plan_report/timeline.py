@@ -6,11 +6,12 @@ before backward layers.3". An arrow leads from each offload to its reload.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fxoffload.planner.measured import MeasuredStep
-from fxoffload.planner.simulate import Boundary, SimEvent, Simulation
+from fxoffload.planner.measured import MeasuredSegment, MeasuredStep
+from fxoffload.planner.simulate import Boundary, SimEvent, Simulation, where
+from fxoffload.step.segment_names import lies_between
 
 _TRACKS = {"compute": "compute", "d2h": "D2H", "h2d": "H2D"}
 _COUNTER = "bytes on device"
@@ -51,12 +52,19 @@ def name_of(event: SimEvent, boundaries: tuple[Boundary, ...]) -> str:
     if event.track == "compute":
         assert at is not None
         if event.name != "wait":
-            return f"{at.phase} {at.place}"
+            return f"{at.phase} {_place(at, boundaries)}"
         side = "behind" if at.phase == "forward" else "before"
-        return f"wait for {event.label} {side} {at.phase} {at.place}"
-    place = at.place if at is not None else "entry"
+        return f"wait for {event.label} {side} {at.phase} {_place(at, boundaries)}"
+    place = _place(at, boundaries) if at is not None else "entry"
     where = "" if place.rpartition(" ")[2] in event.label else f"{place}: "
     return f"{_TRACKS[event.track]} {where}{event.label}"
+
+
+def _place(at: Boundary | MeasuredSegment, segments: Sequence[Boundary] | Sequence[MeasuredSegment]) -> str:
+    """Its layer; outside the layers the layer that it follows or precedes, where there is one."""
+    if at.layer or lies_between(at.segment):
+        return at.place
+    return where(segments, at.phase, at.segment).removeprefix(f"the {at.phase}").strip() or at.place
 
 
 def _arrows(events: tuple[SimEvent, ...], numbers: dict[str, int]) -> Iterator[_TraceEvent]:
@@ -72,7 +80,7 @@ def _arrows(events: tuple[SimEvent, ...], numbers: dict[str, int]) -> Iterator[_
 def _measured(step: MeasuredStep) -> Iterator[_TraceEvent]:
     yield from _process(_MEASURED, "measured step", ("compute",))
     for s in step.segments:
-        yield _bar(_MEASURED, 0, f"{s.phase} {s.place}", s.begin_ms, s.end_ms, {"segment": s.segment})
+        yield _bar(_MEASURED, 0, f"{s.phase} {_place(s, step.segments)}", s.begin_ms, s.end_ms, {"segment": s.segment})
     for begin, end, s in step.stands_still():
         side = "behind" if s.phase == "forward" else "before"
         yield _bar(_MEASURED, 0, f"wait {side} {s.phase} {s.place}", begin, end, {})

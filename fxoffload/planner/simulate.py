@@ -28,7 +28,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 from fxoffload.planner.link import CopyRates, Direction, Link
 from fxoffload.planner.program import Program, program_of
@@ -88,7 +88,18 @@ class Boundary(NamedTuple):
         return place_of(self.segment, self.layer)
 
 
-def where(boundaries: Sequence[Boundary], phase: str, segment: str) -> str:
+class Placed(Protocol):
+    """A segment of a step: a ``Boundary``, or one that was measured."""
+
+    @property
+    def phase(self) -> str: ...
+    @property
+    def segment(self) -> str: ...
+    @property
+    def layer(self) -> str: ...
+
+
+def where(segments: Sequence[Placed], phase: str, segment: str) -> str:
     """A segment of a step, in words: by its layer, or by the layer next to it.
 
     For example "the backward of layers.3", "the forward after layers.15", "the forward of layers.0 in call 2".
@@ -99,7 +110,7 @@ def where(boundaries: Sequence[Boundary], phase: str, segment: str) -> str:
     if lies_between(segment):
         return f"the code before the {phase} of {call}, outside the compiled graphs"
     # In the order of the forward, whichever it is.
-    near = [b for b in boundaries if b.phase == phase and b.segment.rpartition("/")[0] == call]
+    near = [b for b in segments if b.phase == phase and b.segment.rpartition("/")[0] == call]
     near = [b for b in near if not lies_between(b.segment)][:: 1 if phase == "forward" else -1]
     at = next((i for i, b in enumerate(near) if b.segment == segment), None)
     found = f"of {name}"
