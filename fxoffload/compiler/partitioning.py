@@ -7,7 +7,7 @@ compile one.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,10 +31,23 @@ from fxoffload.torch_private.symbolic_sizes import hints_at
 Partition = Callable[[fx.GraphModule], tuple[fx.GraphModule, fx.GraphModule]]
 
 
+class Known:
+    """Estimates of segments, by their code: partitionings of one graph have most segments in common.
+
+    Attributes:
+        ms: times.
+        temp_bytes: working sets.
+    """
+
+    def __init__(self) -> None:
+        self.ms: Alike[float] = Alike()
+        self.temp_bytes: Alike[int] = Alike()
+
+
 @dataclass(frozen=True)
 class PartitionSettings:
     """What a partitioning has to know besides the graph; see ``ForwardState``. ``donates``: whether compiled segments
-    may overwrite what only the backward reads."""
+    may overwrite what only the backward reads. ``known``: estimates with these ``rates``."""
 
     num_user_outputs: int
     static_inputs: frozenset[int]
@@ -42,6 +55,7 @@ class PartitionSettings:
     min_bytes: int
     rates: Rates
     donates: bool = True
+    known: Known = field(default_factory=Known, compare=False)
 
 
 @dataclass(frozen=True)
@@ -73,7 +87,9 @@ class Partitioning:
         if self.backward_state is None:
             raise ValueError("expected a partitioning whose forward saves something that may move")
         with hints_at(sizes):
-            return step_of(self.forward_state, self.backward_state, self.offload_candidates, settings.rates)
+            return step_of(
+                self.forward_state, self.backward_state, self.offload_candidates, settings.rates, settings.known
+            )
 
 
 def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
@@ -125,9 +141,8 @@ def describe(forward: fx.GraphModule, backward: fx.GraphModule, settings: Partit
     run_passes(without(BACKWARD, *skipped), up, "partitioning backward")
     _, offload_candidates = offload_candidates_of(down)
     rank_offload_candidates(offload_candidates, down.saved.candidates, up)
-    return Partitioning(
-        forward, backward, down, up, step_of(down, up, offload_candidates, settings.rates), tuple(offload_candidates)
-    )
+    step = step_of(down, up, offload_candidates, settings.rates, settings.known)
+    return Partitioning(forward, backward, down, up, step, tuple(offload_candidates))
 
 
 def own_values(down: ForwardState) -> frozenset[str]:
@@ -139,40 +154,44 @@ def own_values(down: ForwardState) -> frozenset[str]:
 
 
 def step_of(
-    down: ForwardState, up: BackwardState, offload_candidates: Sequence[OffloadCandidate], rates: Rates
+    down: ForwardState,
+    up: BackwardState,
+    offload_candidates: Sequence[OffloadCandidate],
+    rates: Rates,
+    known: Known | None = None,
 ) -> TrainingStep:
-    """The step of two graphs that all passes have gone over. ``offload_candidates``: of the forward, ranked.
+    """The step of two graphs that all passes have gone over. ``offload_candidates``: of the forward, ranked. ``known``:
+    estimates with these rates.
 
     Most training loops go on with the loss alone. So outputs count as released and, if one of them is a loss, the
     others count as having no gradients, until a step shows otherwise (``fxoffload.runtime.tracker.outputs.Outputs``).
     """
     assert down.outer is not None and up.outer is not None
+    known = known or Known()
     found = from_graphs(
         down.outer,
         up.outer,
         offload_candidates,
         num_user_outputs=down.num_user_outputs,
-        forward_ms=_segment_ms(down.segmentation, rates),
-        backward_ms=_segment_ms(up.segmentation, rates),
-        forward_temp_bytes=_temp_bytes(down.gm, down.segmentation, frozenset(), {}),
-        backward_temp_bytes=_temp_bytes(up.gm, up.segmentation, up.owned, up.donations),
+        forward_ms=_segment_ms(down.segmentation, rates, known.ms),
+        backward_ms=_segment_ms(up.segmentation, rates, known.ms),
+        forward_temp_bytes=_temp_bytes(down.gm, down.segmentation, frozenset(), {}, known.temp_bytes),
+        backward_temp_bytes=_temp_bytes(up.gm, up.segmentation, up.owned, up.donations, known.temp_bytes),
         min_bytes=max(down.min_bytes, 1),
         device=down.device,
     )
     return replace(found, holds_outputs=False, frees_tangents=up.frees_tangents)
 
 
-def _segment_ms(segmentation: Segmentation, rates: Rates) -> dict[str, float]:
-    alike: Alike[float] = Alike()
+def _segment_ms(segmentation: Segmentation, rates: Rates, alike: Alike[float]) -> dict[str, float]:
     return {s.name: alike.get(s, lambda s=s: estimate_segment(s.nodes, rates).ms) for s in segmentation.segments}
 
 
 def _temp_bytes(
-    gm: fx.GraphModule, segmentation: Segmentation, owned: frozenset[str], donations: Donations
+    gm: fx.GraphModule, segmentation: Segmentation, owned: frozenset[str], donations: Donations, alike: Alike[int]
 ) -> dict[str, int]:
     """``owned``: names of the placeholders that are the graph's to free; other placeholders outlive it."""
     dying = dying_inputs(gm, segmentation, owned)
-    alike: Alike[int] = Alike()
     found = {}
     for segment in segmentation.segments:
         donated = donations.get(segment.name, ())
