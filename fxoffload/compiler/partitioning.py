@@ -31,7 +31,7 @@ from fxoffload.torch_private.symbolic_sizes import hints_at
 Partition = Callable[[fx.GraphModule], tuple[fx.GraphModule, fx.GraphModule]]
 
 
-class Known:
+class SegmentEstimates:
     """Estimates of segments, by their code: partitionings of one graph have most segments in common.
 
     Attributes:
@@ -55,7 +55,7 @@ class PartitionSettings:
     min_bytes: int
     rates: Rates
     donates: bool = True
-    known: Known = field(default_factory=Known, compare=False)
+    known: SegmentEstimates = field(default_factory=SegmentEstimates, compare=False)
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def step_of(
     up: BackwardState,
     offload_candidates: Sequence[OffloadCandidate],
     rates: Rates,
-    known: Known | None = None,
+    known: SegmentEstimates | None = None,
 ) -> TrainingStep:
     """The step of two graphs that all passes have gone over. ``offload_candidates``: of the forward, ranked. ``known``:
     estimates with these rates.
@@ -167,7 +167,7 @@ def step_of(
     others count as having no gradients, until a step shows otherwise (``fxoffload.runtime.tracker.outputs.Outputs``).
     """
     assert down.outer is not None and up.outer is not None
-    known = known or Known()
+    known = known or SegmentEstimates()
     found = from_graphs(
         down.outer,
         up.outer,

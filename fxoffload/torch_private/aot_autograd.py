@@ -98,5 +98,5 @@ def name_of_input(node: fx.Node) -> str:
     """
     source = getattr(node.meta.get("grapharg"), "source", None)
     name = getattr(source, "name", "")
-    found = _NAMES.findall(name() if callable(name) else name)
+    found = _NAMES.findall(str(name() if callable(name) else name))
     return found[-1] if found else ""

@@ -303,6 +303,31 @@ def test_a_step_is_watched_until_its_backward_has_ended() -> None:
     assert allocator.stops == 1
 
 
+@pytest.mark.parametrize("gone", ["while it is in flight", "in the backward"])
+def test_an_argument_of_the_first_call_belongs_to_the_step_however_long_it_stays(gone: str) -> None:
+    """An embedding that eager code made for the first call: offloaded, it is gone calls later; kept, at the end."""
+    allocator = Allocator()
+    embedding = torch.ones(512)
+    address = allocator.allocate(embedding.nbytes)
+    live = LiveBytes(history=allocator.history())
+    live.read(("forward", 0), [embedding], allocator.read())
+    live.call_ended(allocator.read())
+    live.read(("forward", 1), [torch.ones(1)], allocator.read())
+    if gone == "while it is in flight":
+        embedding.untyped_storage().resize_(0)
+        allocator.free(2048, address=address)
+    live.call_ended(allocator.read())
+    live.read(("backward", 1), [], allocator.read())
+    if gone == "in the backward":
+        allocator.free(2048, address=address)
+    live.call_ended(allocator.read())
+    live.read(("backward", 0), [], allocator.read())
+    live.call_ended(allocator.read())
+    live.end()
+    assert live.others_bytes == 2048 == live.above_start()["forward", 0]
+    assert live.left_bytes == (2048 if gone == "while it is in flight" else 0)
+
+
 def test_what_waits_for_a_backward_is_done_at_once_outside_of_one() -> None:
     done: list[int] = []
     after_backward(partial(done.append, 1))

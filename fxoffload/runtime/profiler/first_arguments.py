@@ -17,8 +17,8 @@ from fxoffload.torch_private.tensor_subclasses import is_traceable_wrapper_subcl
 class FirstArguments:
     """The arguments of a step's first call.
 
-    An argument whose memory is gone or emptied when the second call begins was there for the step alone: the
-    parameters of a layer that FSDP gathers for it, say.
+    An argument whose memory is gone or emptied when the backward begins was there for the step alone: the parameters of
+    a layer that FSDP gathers for it, or an embedding that was offloaded since.
 
     Args:
         args: of the first call.

@@ -62,8 +62,8 @@ class PeakWatch:
 
     Args:
         memory: when the first call begins.
-        args: of the first call. Those that are gone when the second call begins belong to the step (see
-            ``FirstArguments``).
+        args: of the first call. Those that are gone when the backward begins belong to the step (see
+            ``FirstArguments``). None of them where ``others_bytes`` has them.
         others_bytes: the part of the other bytes at its begin that belongs to the step as well.
         carried_bytes: the part that outputs of the step before are, where no record tells.
         history: of the allocator's events, begun with the step; None: there is none.
@@ -81,7 +81,7 @@ class PeakWatch:
         owns_history: bool = True,
     ) -> None:
         self._trace = AllocatorTrace.begin(memory)
-        self._first: FirstArguments | None = FirstArguments(args)
+        self._first = FirstArguments(args)
         self._first_bytes = 0
         self._others_bytes, self._carried_bytes = others_bytes, carried_bytes
         self._history = history
@@ -93,18 +93,13 @@ class PeakWatch:
         """Whether there is a record of the allocator's events."""
         return self._history is not None
 
-    def second_call_begins(self) -> None:
-        """Arguments of the first call that are gone by now were there for the step alone."""
-        if self._first is not None:
-            self._first_bytes = self._first.left_bytes()
-            self._first = None
-
     def forward_ended(self, memory: Memory) -> None:
         """One of them. Only of a step that is recorded."""
         self._turn = [memory]
 
     def first_backward_begins(self, memory: Memory) -> None:
         """All forwards have ended."""
+        self._first_bytes = self._first.left_bytes()
         self._trace.add(memory)
         self._turn.append(memory)
 

@@ -144,6 +144,7 @@ class Seen:
         sizes: per call, those of the step in which ``live_bytes`` were read.
         others_bytes: the part of all of them that was there when the step began (``LiveBytes.others_bytes``).
         carried_bytes: the part of these that outputs of the step before are.
+        left_bytes: the part of these that arguments of the first call are (``LiveBytes.left_bytes``).
         gap_bytes: most bytes between the call before and each call, above those when it begins; where that is known.
         gap_times: of the time between its calls; None: it was not measured.
         other: the same of steps of another size, where there were any.
@@ -158,6 +159,7 @@ class Seen:
     gap_bytes: Mapping[CallAt, int] = field(default_factory=dict)
     gap_times: GapTimes | None = None
     carried_bytes: int = 0
+    left_bytes: int = 0
     other: Seen | None = None
     most_volume: int = 0
     margin_bytes: int = 0
@@ -180,8 +182,16 @@ class Seen:
     @staticmethod
     def of(edge_memory: tuple[EdgeMemory, ...], live: LiveBytes, sizes: tuple[Sizes, ...]) -> Seen:
         """The measurements ``live`` of a step of these sizes, with the memory that calls pass on."""
-        others, carried = live.others_bytes, live.carried_bytes
-        return Seen(edge_memory, live.above_start(), sizes, others, live.gap_bytes(), live.gap_times, carried)
+        return Seen(
+            edge_memory,
+            live.above_start(),
+            sizes,
+            live.others_bytes,
+            live.gap_bytes(),
+            live.gap_times,
+            live.carried_bytes,
+            live.left_bytes,
+        )
 
 
 class Planner(Protocol):

@@ -58,6 +58,10 @@ class HoldToBudget:
         if step.began is StepState.FOLLOWING and (known := first.chains.known) is not None:
             seen = known.seen_at(chain.sizes)
             others = seen.others_bytes - seen.carried_bytes
+            if not chain.sizes or chain.sizes in known.seen_first:
+                args = ()  # whether the plan keeps or moves them: they are in ``others``
+            else:
+                others -= seen.left_bytes
         step.peak_watch = PeakWatch(
             memory,
             args,
@@ -66,12 +70,6 @@ class HoldToBudget:
             history=history,
             owns_history=not is_shared,
         )
-
-    @staticmethod
-    def forward_begins(step: RunningStep) -> None:
-        """One after the first."""
-        if step.peak_watch is not None:
-            step.peak_watch.second_call_begins()
 
     def forward_ended(self, step: RunningStep) -> None:
         """One of them."""
