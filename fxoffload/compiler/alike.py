@@ -35,7 +35,8 @@ class Alike(Generic[T]):
 def _signature(segment: Segment, marked: Collection[str]) -> Hashable:
     number = {n: i for i, n in enumerate((*segment.inputs, *segment.nodes))}
     inside = set(segment.nodes)
-    values = tuple((_shape(n), n.name in marked) for n in segment.inputs)
+    places: dict[int, int] = {}
+    values = tuple((_shape(n), _storage(n, places), n.name in marked) for n in segment.inputs)
     ops = tuple(
         (
             n.target,
@@ -51,6 +52,15 @@ def _signature(segment: Segment, marked: Collection[str]) -> Hashable:
     return values, ops
 
 
+def _storage(node: fx.Node, places: dict[int, int]) -> Hashable:
+    """Bytes of the memory that an input is in, and the first input that is in the same. ``places``: those so far."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return None
+    storage = value.untyped_storage()
+    return places.setdefault(storage._cdata, len(places)), hint(storage.nbytes())
+
+
 def _shape(node: fx.Node) -> Hashable:
     return _value(node.meta.get("val"))
 
@@ -61,6 +71,8 @@ def _value(value: Any) -> Hashable:
         return (tuple(map(hint, value.shape)), strides, value.dtype, value.device.type)
     if isinstance(value, (tuple, list)):
         return tuple(map(_value, value))
+    if isinstance(value, torch.SymInt):
+        return ("size", hint(value))
     return str(type(value))
 
 
@@ -75,4 +87,6 @@ def _argument(value: Any, number: dict[fx.Node, int]) -> Hashable:
         return ("slice", str(value))
     if isinstance(value, (int, float, str, bool, type(None), torch.dtype, torch.device)):
         return (type(value).__name__, value)
+    if isinstance(value, torch.SymInt):
+        return ("size", hint(value))
     return str(value)

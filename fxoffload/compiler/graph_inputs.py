@@ -47,12 +47,13 @@ def parameters_in_joint(gm: fx.GraphModule, inputs: GraphInputs | None, told: Co
         told: positions that AOTAutograd says; they count where the joint graph does not tell the kind of its inputs.
     """
     found = set()
+    names = {} if inputs is None else dict(enumerate(inputs.names))  # nested inputs, which Dynamo has not, are more
     for i, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         origin = origin_of(node)
         if origin is InputOrigin.UNKNOWN or inputs is None:
             return frozenset(told)
         if origin is InputOrigin.PARAMETER or origin in inputs.parameters:
             found.add(i)
-        elif isinstance(origin, int) and inputs.names[origin]:
-            node.meta[INPUT_NAME] = inputs.names[origin]
+        elif isinstance(origin, int) and (name := names.get(origin)):
+            node.meta[INPUT_NAME] = name
     return frozenset(found)

@@ -56,8 +56,8 @@ def name_of(event: SimEvent, boundaries: tuple[Boundary, ...]) -> str:
         side = "behind" if at.phase == "forward" else "before"
         return f"wait for {event.label} {side} {at.phase} {_place(at, boundaries)}"
     place = _place(at, boundaries) if at is not None else "entry"
-    where = "" if place.rpartition(" ")[2] in event.label else f"{place}: "
-    return f"{_TRACKS[event.track]} {where}{event.label}"
+    is_said = " in " not in place and place.rpartition(" ")[2] in event.label
+    return f"{_TRACKS[event.track]} {'' if is_said else f'{place}: '}{event.label}"
 
 
 def _place(at: Boundary | MeasuredSegment, segments: Sequence[Boundary] | Sequence[MeasuredSegment]) -> str:

@@ -10,8 +10,8 @@ from typing import Any
 import torch.fx as fx
 from torch._guards import TracingContext
 
-# The names in a source: "kwargs" and "input_ids" of ``L['kwargs']['input_ids']``, "x" of ``L['self'].x``.
-_NAMES = re.compile(r"(?:\['|\.)([A-Za-z_]\w*)")
+# The steps of a source: "kwargs" and "input_ids" of ``L['kwargs']['input_ids']``, "x" of ``L['self'].x``.
+_STEPS = re.compile(r"\['([^']+)'\]|\.([A-Za-z_]\w*)|\[(\d+)\]")
 
 # functorch.config switches that hold while one of our graphs is compiled:
 #  - Plain callables cannot go into AOTAutograd's cache. (Inductor's own cache still works per segment.)
@@ -98,5 +98,11 @@ def name_of_input(node: fx.Node) -> str:
     """
     source = getattr(node.meta.get("grapharg"), "source", None)
     name = getattr(source, "name", "")
-    found = _NAMES.findall(str(name() if callable(name) else name))
-    return found[-1] if found else ""
+    steps = _STEPS.findall(str(name() if callable(name) else name))
+    places = ""
+    for key, attribute, place in reversed(steps):
+        if not place:
+            found = key or attribute
+            return "" if found.startswith("___") else f"{found}{places}"  # Dynamo's own
+        places = f"[{place}]{places}"
+    return ""

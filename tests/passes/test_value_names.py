@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
 import torch
+import torch.fx as fx
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxoffload.analysis.value_names import INPUT_NAME, ValueNames
+from fxoffload.torch_private.aot_autograd import name_of_input
 
 
 class Gated(nn.Module):
@@ -61,3 +66,13 @@ def test_an_input_is_called_as_the_user_calls_it() -> None:
     given.meta[INPUT_NAME] = "input_ids"
     names = ValueNames(gm.graph)
     assert names.of(given) == "input input_ids [2, 4] f32" and names.of(computed) == "from input_ids (sin) [2, 4] f32"
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [("L['kwargs']['input_ids']", "input_ids"), ("L['batch']['input-ids']", "input-ids"), ("L['args'][0]", "args[0]")],
+)
+def test_what_the_user_calls_an_input(source: str, name: str) -> None:
+    node = fx.Graph().placeholder("x")
+    node.meta["grapharg"] = SimpleNamespace(source=SimpleNamespace(name=source))
+    assert name_of_input(node) == name

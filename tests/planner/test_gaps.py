@@ -224,8 +224,20 @@ def test_a_gap_in_a_step_that_counts() -> None:
 def test_what_was_gathered_for_the_step_counts_in_gaps() -> None:
     """As in everything else: above the bytes that are there whether the step runs or not."""
     counter = Counter()
-    clock = ChainClock(2, skip=0, count=1, events=host_events(), memory=counter.read, left_bytes=64)
-    _run(clock, counter, [7000, 10, 10])
+    clock = ChainClock(2, skip=0, count=1, events=host_events(), memory=counter.read)
+    gathered = torch.ones(16)
+    begin_step = clock.begin_step
+
+    def begin() -> Any:
+        step = begin_step()
+        assert step is not None
+        step.given(0, [gathered])
+        gathered.untyped_storage().resize_(0)
+        step.given(1, [])
+        return step
+
+    with mock.patch.object(clock, "begin_step", begin):
+        _run(clock, counter, [7000, 10, 10])
     assert clock.ready() and clock.readings().gap_peaks() == {entry_of("forward", 1): 7100 + 64}
 
 

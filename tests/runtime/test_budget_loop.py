@@ -386,6 +386,18 @@ def test_a_quick_plan_is_followed_until_the_plan_is_there() -> None:
 # -- the peak of a step ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("known", [0, 64])
+def test_what_the_first_call_is_given_for_the_step_alone_counts_once(known: int) -> None:
+    """Its plan keeps it, and another step has moved it; or it is gone by the third call."""
+    given = torch.ones(16)
+    watch = PeakWatch(Memory(1064, 5000, 1, 1, 5000), [given], left_bytes=known)
+    watch.forward_begins()
+    if not known:
+        given.untyped_storage().resize_(0)
+    watch.forward_begins()
+    assert watch.end(Memory(1100, 5000, 2, 1, 5100)).highest == 100
+
+
 def test_bounds_of_a_peak() -> None:
     watch = PeakWatch(Memory(100, 1000, 1, 1, 5000), others_bytes=10)
     watch.first_backward_begins(Memory(130, 1000, 3, 1, 5040))

@@ -253,18 +253,23 @@ def test_the_clock_of_a_gpu_records_unless_it_may_not(monkeypatch: pytest.Monkey
     assert len(begun) == records
 
 
-def test_what_is_there_for_the_step_alone_counts() -> None:
+@pytest.mark.parametrize("others", [0, 1000])
+def test_what_the_first_call_is_given_for_the_step_alone_counts(others: int) -> None:
     time = Time()
-    clock = time.clock(memory=lambda: time.memory, left_bytes=1064)
+    clock = time.clock(memory=lambda: time.memory, left_bytes=others)
+    stays, gathered = torch.ones(8), torch.ones(16)
     step = clock.begin_step()
     assert step is not None
+    step.given(0, [stays, gathered])
     time.call(step, "forward", 0, {"a": 1.0})
+    gathered.untyped_storage().resize_(0)
     time.allocate(-64)
+    step.given(1, [torch.ones(4)])
     time.allocate(100)
     for phase, number in (("forward", 1), ("backward", 1), ("backward", 0)):
         time.call(step, phase, number, {"a": 1.0})
     step.end()
     live = clock.readings().live_before()
-    assert live["forward"] == {"call 0/a": 1064, "call 1/a": 1100}
-    assert live["backward"] == {"call 1/a": 1100, "call 0/a": 1100}
-    assert clock.readings().gap_peaks()["turn entry"] == 1100
+    assert live["forward"] == {"call 0/a": others + 64, "call 1/a": others + 100}
+    assert live["backward"] == {"call 1/a": others + 100, "call 0/a": others + 100}
+    assert clock.readings().gap_peaks()["turn entry"] == others + 100

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ from fxoffload.errors import in_brief
 from fxoffload.runtime.profiler.allocator_history import AllocatorHistory, cuda_history
 from fxoffload.runtime.profiler.allocator_trace import Memory, cuda_memory
 from fxoffload.runtime.profiler.call_recorder import Recorder, Sources
+from fxoffload.runtime.profiler.first_arguments import FirstArguments
 from fxoffload.runtime.profiler.segment_clock import compilations
 from fxoffload.runtime.profiler.stream_events import EventSource, cuda_events, host_events
 from fxoffload.step.readings import Phase, Readings, Sample
@@ -58,7 +59,7 @@ class StepRecording:
         ended: called by ``end`` with a step that counts.
         failed: called with the error that kept a call from being measured.
         only_gaps: whether only ``gap_peaks`` count: something may be compiled in its calls.
-        left_bytes: bytes that are there when it begins and yet belong to it.
+        left_bytes: bytes that are there when it begins and yet belong to it, in addition to those it is ``given``.
         history: of the allocator's events, begun with the step. Ended with its last call.
 
     Attributes:
@@ -85,7 +86,15 @@ class StepRecording:
         self._recorders: list[Recorder] = []
         self._num_ended = 0
         self._dropped = False
-        self._left_bytes = left_bytes
+        self._first: FirstArguments | None = None
+        self._others_bytes = self._left_bytes = left_bytes
+
+    def given(self, place: int, args: Iterable[Any]) -> None:
+        """The forward at ``place`` is given ``args``."""
+        if place == 0:
+            self._first = FirstArguments(args)
+        elif self._first is not None:
+            self._left_bytes = self._others_bytes + self._first.left_bytes()
 
     def begin(self, phase: Phase, call: int) -> Recorder | None:
         """A call begins: its recorder; None where the step does not count any more. Never raises."""

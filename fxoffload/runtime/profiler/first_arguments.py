@@ -17,8 +17,8 @@ from fxoffload.torch_private.tensor_subclasses import is_traceable_wrapper_subcl
 class FirstArguments:
     """The arguments of a step's first call.
 
-    An argument whose memory is gone or emptied when the backward begins was there for the step alone: the parameters of
-    a layer that FSDP gathers for it, or an embedding that was offloaded since.
+    An argument whose memory is gone or emptied when a later forward begins was there for the step alone: the parameters
+    of a layer that FSDP gathers for it, or an embedding that was offloaded, some calls later.
 
     Args:
         args: of the first call.
@@ -30,10 +30,12 @@ class FirstArguments:
             plain.setdefault(a.untyped_storage()._cdata, a)
         # Not the tensors: an argument of a compiled graph may be a view that lives for the call.
         self._given = [(StorageRef(a), a.untyped_storage().nbytes()) for a in plain.values()]
+        self._most = 0
 
     def left_bytes(self) -> int:
-        """Bytes of the arguments that are gone or empty by now."""
-        return sum(nbytes for ref, nbytes in self._given if not ref.nbytes())
+        """Bytes of the arguments that are gone or empty by now, or were at an earlier call."""
+        self._most = max(self._most, sum(nbytes for ref, nbytes in self._given if not ref.nbytes()))
+        return self._most
 
 
 class OnOtherStreams:

@@ -62,8 +62,9 @@ class PeakWatch:
 
     Args:
         memory: when the first call begins.
-        args: of the first call. Those that are gone when the backward begins belong to the step (see
-            ``FirstArguments``). None of them where ``others_bytes`` has them.
+        args: of the first call. Those that are gone when the last forward begins belong to the step (see
+            ``FirstArguments``).
+        left_bytes: at least so much of them does, as another step has told: a plan may keep what that moved.
         others_bytes: the part of the other bytes at its begin that belongs to the step as well.
         carried_bytes: the part that outputs of the step before are, where no record tells.
         history: of the allocator's events, begun with the step; None: there is none.
@@ -75,6 +76,7 @@ class PeakWatch:
         memory: Memory,
         args: Iterable[Any] = (),
         *,
+        left_bytes: int = 0,
         others_bytes: int = 0,
         carried_bytes: int = 0,
         history: AllocatorHistory | None = None,
@@ -82,7 +84,7 @@ class PeakWatch:
     ) -> None:
         self._trace = AllocatorTrace.begin(memory)
         self._first = FirstArguments(args)
-        self._first_bytes = 0
+        self._first_bytes = left_bytes
         self._others_bytes, self._carried_bytes = others_bytes, carried_bytes
         self._history = history
         self._owns_history = owns_history
@@ -93,13 +95,16 @@ class PeakWatch:
         """Whether there is a record of the allocator's events."""
         return self._history is not None
 
+    def forward_begins(self) -> None:
+        """After the first: that one's arguments that are gone by now were there for the step alone."""
+        self._first_bytes = max(self._first_bytes, self._first.left_bytes())
+
     def forward_ended(self, memory: Memory) -> None:
         """One of them. Only of a step that is recorded."""
         self._turn = [memory]
 
     def first_backward_begins(self, memory: Memory) -> None:
         """All forwards have ended."""
-        self._first_bytes = self._first.left_bytes()
         self._trace.add(memory)
         self._turn.append(memory)
 

@@ -144,7 +144,7 @@ class Seen:
         sizes: per call, those of the step in which ``live_bytes`` were read.
         others_bytes: the part of all of them that was there when the step began (``LiveBytes.others_bytes``).
         carried_bytes: the part of these that outputs of the step before are.
-        left_bytes: the part of these that arguments of the first call are (``LiveBytes.left_bytes``).
+        left_bytes: memory of the first call's arguments that belongs to the step (``LiveBytes.left_bytes``).
         gap_bytes: most bytes between the call before and each call, above those when it begins; where that is known.
         gap_times: of the time between its calls; None: it was not measured.
         other: the same of steps of another size, where there were any.

@@ -54,22 +54,26 @@ class HoldToBudget:
         is_shared = history is not None
         if history is None and loop.records_next and first.may_record and self._history is not None:
             history = self._history()
-        others, memory = 0, self._memory()
+        left, others, memory = 0, 0, self._memory()
         if step.began is StepState.FOLLOWING and (known := first.chains.known) is not None:
             seen = known.seen_at(chain.sizes)
             others = seen.others_bytes - seen.carried_bytes
-            if not chain.sizes or chain.sizes in known.seen_first:
-                args = ()  # whether the plan keeps or moves them: they are in ``others``
-            else:
-                others -= seen.left_bytes
+            left = seen.left_bytes if not chain.sizes or chain.sizes in known.seen_first else 0
         step.peak_watch = PeakWatch(
             memory,
             args,
+            left_bytes=left,
             others_bytes=others,
             carried_bytes=loop.carried_bytes(memory.allocated),
             history=history,
             owns_history=not is_shared,
         )
+
+    @staticmethod
+    def forward_begins(step: RunningStep) -> None:
+        """One after the first."""
+        if step.peak_watch is not None:
+            step.peak_watch.forward_begins()
 
     def forward_ended(self, step: RunningStep) -> None:
         """One of them."""

@@ -5,9 +5,7 @@ Neither class is thread-safe: ``fxoffload.runtime.tracker.step_tracker`` has a l
 [Note: The end of a backward] FSDP2 gathers the parameters of a root module (embedding and head: 2.3 GiB of Qwen3-8B's
 shape) before the step's first call, and lets go of them when autograd has ended the backward, after its last call. So
 a step is watched until then. What existed when it began and is freed in its backward belongs to the step: those
-parameters, and what eager code made for the first call (embeddings of 64 MiB, rotary tables). So do arguments of the
-first call that are gone before the backward begins, as an embedding is that was offloaded. Of other memory that a
-forward frees, the step before may be the owner.
+parameters, and what eager code made for the first call (embeddings of 64 MiB, rotary tables).
 """
 
 from __future__ import annotations
@@ -43,11 +41,10 @@ class LiveBytes:
 
     Attributes:
         gap_times: those.
-        others_bytes: memory that was there when the step began, and yet belongs to it (see ``FirstArguments``,
-            ``OnOtherStreams``, ``AllocatorHistory.carried_bytes`` and [Note: The end of a backward]); once it has
-            ended.
+        others_bytes: memory that was there when the step began, and yet belongs to it (see ``OnOtherStreams``,
+            ``AllocatorHistory.carried_bytes`` and [Note: The end of a backward]); once it has ended.
         carried_bytes: the part of it that outputs of the step before are.
-        left_bytes: the part of it that arguments of the first call are, gone before the backward.
+        left_bytes: memory of the first call's arguments that is gone when the last forward begins.
     """
 
     def __init__(
@@ -57,12 +54,13 @@ class LiveBytes:
         gap_times: GapTimes | None = None,
     ) -> None:
         self.gap_times = gap_times
-        self.others_bytes = self.carried_bytes = self.left_bytes = 0
+        self.others_bytes = self.carried_bytes = 0
         self._read: dict[CallAt, int] = {}
         self._ended: Memory | None = None  # the call before
         self._gaps: dict[CallAt, AllocatorTrace] = {}
         self._history = history
         self._first: FirstArguments | None = None
+        self.left_bytes = 0
         self._watch = others
         self._others: OnOtherStreams | None = None
 
@@ -74,8 +72,8 @@ class LiveBytes:
         if not self._read:
             self._first = FirstArguments(args)
             self._others = self._begin_to_watch(args)
-        elif at[0] == "backward":
-            self._count_first()
+        elif self._first is not None and at[0] == "forward":
+            self.left_bytes = self._first.left_bytes()
         if self._ended is not None:
             self._gaps[at] = AllocatorTrace.begin(self._ended)
             self._gaps[at].add(memory)
@@ -90,22 +88,15 @@ class LiveBytes:
         """The step's last call has run. See [Note: The end of a backward]."""
         if self.gap_times is not None:
             self.gap_times.end()
-        self._count_first()
         if self._others is not None or self._history is not None:
             after_backward(self._end_with_backward)
-
-    def _count_first(self) -> None:
-        """What is gone of the first call's arguments, once."""
-        if self._first is not None:
-            self.left_bytes, self._first = self._first.left_bytes(), None
-            self.others_bytes += self.left_bytes
 
     def _end_with_backward(self) -> None:
         others, self._others = self._others, None
         if self._history is not None:
             self._history.end()
         try:
-            self.others_bytes += 0 if others is None else others.gone_bytes()
+            self.others_bytes = 0 if others is None else others.gone_bytes()
         except RuntimeError as error:
             log.info("what other streams have is not known: %s", error)
         turn = next((gap for (phase, _), gap in self._gaps.items() if phase == "backward"), None)
@@ -135,7 +126,7 @@ class LiveBytes:
 
     def above_start(self) -> dict[CallAt, int]:
         """Bytes when each call began, above those that are there whether the step runs or not."""
-        base = next(iter(self._read.values()), 0) - self.others_bytes
+        base = next(iter(self._read.values()), 0) - self.left_bytes - self.others_bytes
         return {at: nbytes - base for at, nbytes in self._read.items()}
 
     def gap_bytes(self) -> dict[CallAt, int]:

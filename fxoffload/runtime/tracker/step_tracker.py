@@ -186,6 +186,8 @@ class StepTracker:
                 step.depart(why)
             place = len(step.calls)
             step.calls.append(CallOfStep(weakref.ref(tracked), place, sizes))
+            if self._hold is not None and place:
+                self._hold.forward_begins(step)
             self._plan_together(step, tracked)
             if step.plan is not None:
                 tracked.followed = step.plan.choices[place]
@@ -196,6 +198,7 @@ class StepTracker:
                 tracked.followed = tracked.at_first
             if step.recording is not None:
                 tracked.measure = partial(step.recording.begin, "forward", place)
+                step.recording.given(place, args)
             self._read(step, ("forward", place), args)
             if step.state is StepState.OBSERVING and tracked.edges is not None:
                 self._look(step)
