@@ -9,6 +9,7 @@ import torch
 import torch.fx as fx
 
 from fxoffload.analysis.segmentation import Segment
+from fxoffload.torch_private.storages import storage_key
 from fxoffload.torch_private.symbolic_sizes import hint
 
 T = TypeVar("T")
@@ -57,8 +58,7 @@ def _storage(node: fx.Node, places: dict[int, int]) -> Hashable:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
-    storage = value.untyped_storage()
-    return places.setdefault(storage._cdata, len(places)), hint(storage.nbytes())
+    return places.setdefault(storage_key(value), len(places)), hint(value.untyped_storage().nbytes())
 
 
 def _shape(node: fx.Node) -> Hashable:
