@@ -19,9 +19,10 @@ from fxoffload.plan_report.plan import Plan
 from fxoffload.planner.objective import Objective
 from fxoffload.planner.plan import NO_GRAPH, Action, Decision, FrontierPoint, Prediction
 from fxoffload.planner.schedule import Schedule
-from fxoffload.planner.simulate import Boundary, Simulation, where
+from fxoffload.planner.simulate import Boundary, Simulation
 from fxoffload.planner.steps import StorageInfo, TrainingStep
 from fxoffload.sizes import format_bytes
+from fxoffload.step.segment_names import in_words
 
 _WITHOUT_MASK = (
     'attn_implementation="fxoffload_causal_sdpa" (fxoffload.integrations.transformers) without an attention_mask, or '
@@ -297,7 +298,7 @@ def floors_of(step: TrainingStep, simulation: Simulation, about_gradients: str =
     peak = max(simulation.boundaries, key=lambda b: b.peak_bytes, default=None)
     if peak is None:
         return
-    at = where(simulation.boundaries, peak.phase, peak.segment)
+    at = in_words(simulation.boundaries, peak.phase, peak.segment)
     if peak.gradient_bytes > _FLOOR * peak.peak_bytes:
         yield (
             f"gradients that the backward returns: {format_bytes(peak.gradient_bytes)} at the peak, in {at}. "

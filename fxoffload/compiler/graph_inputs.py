@@ -1,5 +1,5 @@
-"""Which inputs of a graph are parameters or buffers: they live on the device anyway, and nothing is gained by moving
-them.
+"""Inputs of a graph: their names, and which of them are parameters or buffers. Those live on the device anyway, and
+nothing is gained by moving them.
 
 AOTAutograd says it of the inputs that it was given. That is not enough:
 - An input that is a tensor subclass (a DTensor) becomes several inputs of the joint graph, and AOTAutograd's positions
@@ -47,7 +47,8 @@ def parameters_in_joint(gm: fx.GraphModule, inputs: GraphInputs | None, told: Co
         told: positions that AOTAutograd says; they count where the joint graph does not tell the kind of its inputs.
     """
     found = set()
-    names = {} if inputs is None else dict(enumerate(inputs.names))  # nested inputs, which Dynamo has not, are more
+    # By position: a graph that is not from Dynamo may have nested inputs, and the joint graph more of them.
+    names = {} if inputs is None else dict(enumerate(inputs.names))
     for i, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         origin = origin_of(node)
         if origin is InputOrigin.UNKNOWN or inputs is None:

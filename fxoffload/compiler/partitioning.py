@@ -47,7 +47,7 @@ class SegmentEstimates:
 @dataclass(frozen=True)
 class PartitionSettings:
     """What a partitioning has to know besides the graph; see ``ForwardState``. ``donates``: whether compiled segments
-    may overwrite what only the backward reads. ``known``: estimates with these ``rates``."""
+    may overwrite what only the backward reads. ``estimates``: with these ``rates``, made so far."""
 
     num_user_outputs: int
     static_inputs: frozenset[int]
@@ -55,7 +55,7 @@ class PartitionSettings:
     min_bytes: int
     rates: Rates
     donates: bool = True
-    known: SegmentEstimates = field(default_factory=SegmentEstimates, compare=False)
+    estimates: SegmentEstimates = field(default_factory=SegmentEstimates, compare=False)
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Partitioning:
             raise ValueError("expected a partitioning whose forward saves something that may move")
         with hints_at(sizes):
             return step_of(
-                self.forward_state, self.backward_state, self.offload_candidates, settings.rates, settings.known
+                self.forward_state, self.backward_state, self.offload_candidates, settings.rates, settings.estimates
             )
 
 
@@ -141,7 +141,7 @@ def describe(forward: fx.GraphModule, backward: fx.GraphModule, settings: Partit
     run_passes(without(BACKWARD, *skipped), up, "partitioning backward")
     _, offload_candidates = offload_candidates_of(down)
     rank_offload_candidates(offload_candidates, down.saved.candidates, up)
-    step = step_of(down, up, offload_candidates, settings.rates, settings.known)
+    step = step_of(down, up, offload_candidates, settings.rates, settings.estimates)
     return Partitioning(forward, backward, down, up, step, tuple(offload_candidates))
 
 
@@ -158,25 +158,25 @@ def step_of(
     up: BackwardState,
     offload_candidates: Sequence[OffloadCandidate],
     rates: Rates,
-    known: SegmentEstimates | None = None,
+    estimates: SegmentEstimates | None = None,
 ) -> TrainingStep:
-    """The step of two graphs that all passes have gone over. ``offload_candidates``: of the forward, ranked. ``known``:
-    estimates with these rates.
+    """The step of two graphs that all passes have gone over. ``offload_candidates``: of the forward, ranked.
+    ``estimates``: with these rates, made so far.
 
     Most training loops go on with the loss alone. So outputs count as released and, if one of them is a loss, the
     others count as having no gradients, until a step shows otherwise (``fxoffload.runtime.tracker.outputs.Outputs``).
     """
     assert down.outer is not None and up.outer is not None
-    known = known or SegmentEstimates()
+    estimates = estimates or SegmentEstimates()
     found = from_graphs(
         down.outer,
         up.outer,
         offload_candidates,
         num_user_outputs=down.num_user_outputs,
-        forward_ms=_segment_ms(down.segmentation, rates, known.ms),
-        backward_ms=_segment_ms(up.segmentation, rates, known.ms),
-        forward_temp_bytes=_temp_bytes(down.gm, down.segmentation, frozenset(), {}, known.temp_bytes),
-        backward_temp_bytes=_temp_bytes(up.gm, up.segmentation, up.owned, up.donations, known.temp_bytes),
+        forward_ms=_segment_ms(down.segmentation, rates, estimates.ms),
+        backward_ms=_segment_ms(up.segmentation, rates, estimates.ms),
+        forward_temp_bytes=_temp_bytes(down.gm, down.segmentation, frozenset(), {}, estimates.temp_bytes),
+        backward_temp_bytes=_temp_bytes(up.gm, up.segmentation, up.owned, up.donations, estimates.temp_bytes),
         min_bytes=max(down.min_bytes, 1),
         device=down.device,
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fxoffload.machine.estimate_error import describe_error
 from fxoffload.plan_report.blocks import Block, Lines, Points, Table, as_text
-from fxoffload.planner.simulate import where
+from fxoffload.step.segment_names import in_words
 
 if TYPE_CHECKING:
     from fxoffload.planner.plan import Decision, PlanData, Prediction
@@ -256,7 +256,7 @@ def _slowdown(step_ms: float, base: Prediction | None) -> str:
 
 def _limits(plan: PlanData) -> list[str]:
     newest, unit = plan.calibrated or plan.predicted, RowUnit.of(plan)
-    at = [f"the peak is in {where(plan.boundaries, newest.peak_phase, newest.peak_segment)}"]
+    at = [f"the peak is in {in_words(plan.boundaries, newest.peak_phase, newest.peak_segment)}"]
     return [
         *(at if newest.peak_segment else []),
         f"the smallest budget is about {unit.show(plan.smallest_budget_bytes)} {unit.name}",

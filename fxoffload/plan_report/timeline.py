@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fxoffload.planner.measured import MeasuredSegment, MeasuredStep
-from fxoffload.planner.simulate import Boundary, SimEvent, Simulation, where
-from fxoffload.step.segment_names import lies_between
+from fxoffload.planner.simulate import Boundary, SimEvent, Simulation
+from fxoffload.step.segment_names import in_words, lies_between
 
 _TRACKS = {"compute": "compute", "d2h": "D2H", "h2d": "H2D"}
 _COUNTER = "bytes on device"
@@ -64,7 +64,7 @@ def _place(at: Boundary | MeasuredSegment, segments: Sequence[Boundary] | Sequen
     """Its layer; outside the layers the layer that it follows or precedes, where there is one."""
     if at.layer or lies_between(at.segment):
         return at.place
-    return where(segments, at.phase, at.segment).removeprefix(f"the {at.phase}").strip() or at.place
+    return in_words(segments, at.phase, at.segment).removeprefix(f"the {at.phase}").strip() or at.place
 
 
 def _arrows(events: tuple[SimEvent, ...], numbers: dict[str, int]) -> Iterator[_TraceEvent]:

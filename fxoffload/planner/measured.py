@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from fxoffload.planner.simulate import place_of
 from fxoffload.step.readings import PHASES, Phase, Readings, Sample
+from fxoffload.step.segment_names import place_of
 
 
 class MeasuredSegment(NamedTuple):

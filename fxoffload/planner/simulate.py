@@ -28,25 +28,15 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 from fxoffload.planner.link import CopyRates, Direction, Link
 from fxoffload.planner.program import Program, program_of
 from fxoffload.planner.steps import SegmentStep, TrainingStep
 from fxoffload.step.choice import Windows
-from fxoffload.step.segment_names import TURN, lies_between
+from fxoffload.step.segment_names import in_words, place_of
 
 Track = Literal["compute", "d2h", "h2d"]
-
-
-def place_of(segment: str, layer: str) -> str:
-    """Where a segment is, for a person: its layer, or its own name outside the layers. In a step over several graphs
-    its call stands before that."""
-    call, slash, name = segment.rpartition("/")
-    own = layer or name
-    if slash and own == "segment":  # all of its call
-        return call
-    return f"{call} {own}" if slash else own
 
 
 class Boundary(NamedTuple):
@@ -86,40 +76,6 @@ class Boundary(NamedTuple):
     def place(self) -> str:
         """See ``place_of``."""
         return place_of(self.segment, self.layer)
-
-
-class Placed(Protocol):
-    """A segment of a step: a ``Boundary``, or one that was measured."""
-
-    @property
-    def phase(self) -> str: ...
-    @property
-    def segment(self) -> str: ...
-    @property
-    def layer(self) -> str: ...
-
-
-def where(segments: Sequence[Placed], phase: str, segment: str) -> str:
-    """A segment of a step, in words: by its layer, or by the layer next to it.
-
-    For example "the backward of layers.3", "the forward after layers.15", "the forward of layers.0 in call 2".
-    """
-    call, _, name = segment.rpartition("/")
-    if segment == TURN:
-        return "the code between the forward and the backward, outside the compiled graphs"
-    if lies_between(segment):
-        return f"the code before the {phase} of {call}, outside the compiled graphs"
-    # In the order of the forward, whichever it is.
-    near = [b for b in segments if b.phase == phase and b.segment.rpartition("/")[0] == call]
-    near = [b for b in near if not lies_between(b.segment)][:: 1 if phase == "forward" else -1]
-    at = next((i for i, b in enumerate(near) if b.segment == segment), None)
-    found = f"of {name}"
-    if at is not None:
-        before = next((b.layer for b in reversed(near[:at]) if b.layer), "")
-        after = next((b.layer for b in near[at + 1 :] if b.layer), "")
-        next_to = f"after {before}" if before else f"before {after}" if after else ""
-        found = f"of {near[at].layer}" if near[at].layer else next_to
-    return " ".join(part for part in (f"the {phase}", found, f"in {call}" if call else "") if part)
 
 
 class SimEvent(NamedTuple):
@@ -186,7 +142,7 @@ class Simulation:
     @property
     def peak_place(self) -> str:
         """Where the peak is, in words."""
-        return where(self.boundaries, self.peak_phase, self.peak_segment)
+        return in_words(self.boundaries, self.peak_phase, self.peak_segment)
 
     @property
     def outside_bytes(self) -> int:

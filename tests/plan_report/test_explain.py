@@ -21,7 +21,7 @@ from fxoffload.plan_report.plan import Plan
 from fxoffload.planner import ConstantRates, SegmentStep, Simulation, StorageInfo, TrainingStep, simulate
 from fxoffload.planner.measured import MeasuredSegment, MeasuredStep
 from fxoffload.planner.plan import Decision, FrontierPoint, Prediction
-from fxoffload.planner.simulate import place_of
+from fxoffload.step.segment_names import place_of
 from tests.support import Stack, batch
 
 MIB = 1 << 20

@@ -306,7 +306,7 @@ def test_a_step_is_watched_until_its_backward_has_ended() -> None:
 @pytest.mark.parametrize("gone", ["some calls later", "between the forward and the backward", "in the backward"])
 def test_an_argument_of_the_first_call_belongs_to_the_step(gone: str) -> None:
     """An embedding that eager code made for the first call: offloaded, it is gone some calls later; kept, at the end.
-    What is freed at the turn may be the step before's, where as much stays."""
+    Memory that is freed at the turn may be the step before's, if as much stays."""
     allocator = Allocator()
     embedding = torch.ones(512)
     address = allocator.allocate(embedding.nbytes)

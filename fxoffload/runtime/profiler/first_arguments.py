@@ -17,8 +17,8 @@ from fxoffload.torch_private.tensor_subclasses import is_traceable_wrapper_subcl
 class FirstArguments:
     """The arguments of a step's first call.
 
-    An argument whose memory is gone or emptied when a later forward begins was there for the step alone: the parameters
-    of a layer that FSDP gathers for it, or an embedding that was offloaded, some calls later.
+    Some are gone or emptied when a later forward begins: the parameters of a layer that FSDP gathers for it, or an
+    embedding that was offloaded. They were there for the step alone.
 
     Args:
         args: of the first call.
