@@ -61,6 +61,7 @@ class PlanWatch:
             frontier=said["frontier"],
             planning_s=getattr(plan, "planning_s", None) or (sum(self._log.seconds) if self._log.seconds else None),
             num_drafts=sum(self._log.drafts) if self._log.drafts else None,
+            between_steps_ms=plan.between_steps_ms,
             texts={"frozen": self._frozen},
         )
 
@@ -86,6 +87,7 @@ class PlanWatch:
         said = json.loads(text)
         facts.calibrated_after_steps = after_steps
         facts.calibrated, facts.calibrated_baseline = said["calibrated"], said["calibrated_baseline"]
+        facts.calibrated_between_steps_ms = plan.between_steps_ms
         facts.texts["calibrated"] = text
 
     def finish(self, facts: PlanFacts) -> None:

@@ -304,6 +304,8 @@ class PlanFacts:
     measured_peak_bytes: int | None = None
     measured_step_ms: float | None = None
     measured_exposed_ms: float | None = None
+    between_steps_ms: float | None = None
+    calibrated_between_steps_ms: float | None = None
     texts: dict[str, str] = field(default_factory=dict)
 
 

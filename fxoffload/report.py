@@ -34,8 +34,9 @@ def metrics() -> dict[str, float]:
 
     Names begin with ``fxoffload/``. Counters count from the start of the process or the last ``reset_stats()``; those
     by reason are summed. Of the last plan there are ``planned_step_ms``, ``planned_exposed_ms`` and
-    ``planned_peak_bytes``, and ``measured_...`` of the same once its steps were measured. ``device_peak_bytes``, where
-    CUDA is used, is torch's own peak of this process. Waits for copies that are still running, as ``stats()`` does.
+    ``planned_peak_bytes``, and ``measured_...`` of the same once its steps were measured; ``between_steps_ms`` as
+    ``Plan`` has it. ``device_peak_bytes``, where CUDA is used, is torch's own peak of this process. Waits for copies
+    that are still running, as ``stats()`` does.
     """
     found: dict[str, float] = {}
     for name, value in vars(stats()).items():
@@ -49,6 +50,7 @@ def metrics() -> dict[str, float]:
             "measured_step_ms": plan.measured_step_ms,
             "measured_exposed_ms": plan.measured_exposed_ms,
             "measured_peak_bytes": plan.measured_peak_bytes,
+            "between_steps_ms": plan.between_steps_ms,
         }
         found |= {name: float(number) for name, number in numbers.items() if number is not None}
     if torch.cuda.is_available() and torch.cuda.is_initialized():

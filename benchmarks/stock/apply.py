@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from benchmarks.clock import StepTime
+from benchmarks.clock import Clock, StepTime, new_clock
 from benchmarks.job import Job
 from benchmarks.offload import apply_settings, compile_arguments, compile_module
 from benchmarks.schema import Request, Variant
@@ -33,16 +31,26 @@ class StockStepper(Stepper):
     def __init__(self, job: Job, module: StockModule, device: torch.device) -> None:
         super().__init__(job, module, device)
         self.facts: list[StepFact] = []
-        if device.type == "cuda":
-            self._begin = functools.partial(torch.cuda._sleep, _HOST_AHEAD_CYCLES)
+        self._idle: Clock | None = None  # since the step before
+        self._begin = self._begin_step
+
+    def _begin_step(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda._sleep(_HOST_AHEAD_CYCLES)
+        if self._idle is not None:
+            self._idle.mark()
 
     def step(self) -> StepTime:
         self.job.zero_gradients()
         before = start_memory_window(self.device)
         time = super().step()
+        idle_ms = None if self._idle is None else self._idle.gaps_ms()[0]
+        self._idle = new_clock(self.device)
+        self._idle.mark()
         memory = end_memory_window(self.device, before)
         peak = memory.peak_bytes if memory is not None else None
-        self.facts.append(StepFact(time.forward_ms, time.backward_ms, time.optimizer_ms, time.host_wall_ms, peak))
+        fact = StepFact(time.forward_ms, time.backward_ms, time.optimizer_ms, time.host_wall_ms, peak, idle_ms)
+        self.facts.append(fact)
         return time
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 class StepFact:
     """One step, in the order in which they ran: forward, backward, AdamW, and the host's clock around all of them.
 
-    ``peak_bytes``: above the bytes at the step's beginning, without gradients; None on a CPU.
+    ``peak_bytes``: above the bytes at the step's beginning, without gradients; None on a CPU. ``idle_ms``: before it,
+    since AdamW of the step before; None in the first.
     """
 
     forward_ms: float
@@ -15,6 +16,7 @@ class StepFact:
     optimizer_ms: float
     wall_ms: float
     peak_bytes: int | None = None
+    idle_ms: float | None = None
 
 
 @dataclass

@@ -110,6 +110,7 @@ class ChainPlanning:
             none.
         numbers: per call, that of its variant; once it is to be followed.
         others_bytes, margin_bytes: as of ``Seen``.
+        first_bytes: the same as ``Seen.left_bytes``, where it was read at these sizes.
         extra_memory: memory known to be on the device outside the graphs, with the margin: from the steps before the
             plan, then from those that were measured.
         forward_ms: of each call: an estimate, until steps were measured.
@@ -126,6 +127,7 @@ class ChainPlanning:
         self.descriptions = descriptions
         self.sizes = tuple(sizes)
         self.others_bytes = seen.others_bytes
+        self.first_bytes = seen.left_bytes if not sizes or tuple(sizes) == seen.sizes else 0
         self.margin_bytes = seen.margin_bytes
         self._is_largest = not sizes or volume_of(sizes) >= seen.most_volume
         settings = descriptions[0].settings
@@ -260,8 +262,9 @@ class ChainPlanning:
     def _gap_ms(self, seen: Seen) -> dict[str, float]:
         """Time between the calls, by the empty segment that stands there."""
         scale = volume_of(self.sizes) / seen.volume if self.sizes and seen.volume else 1.0
-        last = len(self.descriptions) - 1
-        return {TURN if at == ("backward", last) else entry_of(*at): ms * scale for at, ms in seen.gap_ms().items()}
+        last, found = len(self.descriptions) - 1, seen.gap_ms()
+        self._between_steps_ms = found.pop(("forward", 0), None)
+        return {TURN if at == ("backward", last) else entry_of(*at): ms * scale for at, ms in found.items()}
 
     def _seen_extra_memory(self, compiled: ChainChoice, seen: Seen) -> ExtraMemory:
         """Memory outside the graphs in the first steps under a budget (``TrackedGraph.at_first``)."""
@@ -554,6 +557,7 @@ class ChainPlanning:
             smallest_budget_bytes=min(smallest.values()),
             decisions=self.decisions(schedule),
             floors=tuple(floors_of(self.chain.step, schedule.simulation, _GRADIENTS)),
+            between_steps_ms=self._between_steps_ms,
             simulation=schedule.simulation,
         )
 

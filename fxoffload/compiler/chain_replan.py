@@ -306,6 +306,12 @@ def replan_for_chain(
     calibration = ChainRecalibration(planning, schedule, tracked_graphs[0], box)
 
     def make_clock() -> ChainClock:
-        return chain_clock_for(device, len(tracked_graphs), left_bytes=planning.others_bytes, records=planning.records)
+        return chain_clock_for(
+            device,
+            len(tracked_graphs),
+            left_bytes=planning.others_bytes,
+            first_bytes=planning.first_bytes,
+            records=planning.records,
+        )
 
     return ChainReplan(calibration, box, tracked_graphs, make_clock=make_clock)

@@ -134,6 +134,7 @@ class Replan(Generic[_C]):
         try:
             readings = clock.readings()
             log_times("before the calibration", readings)
+            self._show_between(readings)
             calibration.recalibrate(readings)
             again = calibration.once_more
         except Exception as error:
@@ -150,12 +151,17 @@ class Replan(Generic[_C]):
                 if self._is_stopped:  # meanwhile
                     self._calibration, self.clock = None, None
 
+    def _show_between(self, readings: Readings) -> None:
+        if (ms := readings.between_steps_ms()) is not None:
+            self._box.update(between_steps_ms=ms)
+
     def _check(self, clock: _C) -> None:
         """Show the times of the steps after the calibration."""
         readings = clock.readings()
         segments = readings.segment_ms()
         total = sum(readings.step_ms().values())
         log_times("after the calibration", readings)
+        self._show_between(readings)
         self._box.update(
             measured_step_ms=total + (readings.turn_ms() or 0.0),
             measured_peak_bytes=readings.peak_bytes(),

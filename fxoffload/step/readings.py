@@ -46,6 +46,8 @@ class Sample:
         turn_peak: most bytes between the two, or None.
         peak: most bytes from the beginning of the forward to the end of this call, or None.
         bounds: at least and at most the same, or None.
+        after_step_ms: of a forward, from the last call of the step before to its beginning; None where that is not
+            known.
     """
 
     phase_ms: float
@@ -60,6 +62,7 @@ class Sample:
     begin_ms: dict[str, float] = field(default_factory=dict)
     peak: int | None = None
     bounds: tuple[int, int] | None = None
+    after_step_ms: float | None = None
 
     def raise_bytes(self, nbytes: int) -> None:
         """Add ``nbytes`` that were there at the beginning to all counts but ``gap_peaks``, which have them already."""
@@ -126,6 +129,12 @@ class Readings:
     def turn_ms(self) -> float | None:
         """Milliseconds from the end of a forward to the beginning of its backward: the median; None: not known."""
         found = [s.turn_ms for s in self.samples["backward"] if s.turn_ms is not None]
+        return statistics.median(found) if found else None
+
+    def between_steps_ms(self) -> float | None:
+        """Milliseconds from the end of a step's last call to the beginning of the next step's first one: the median;
+        None: not known."""
+        found = [s.after_step_ms for s in self.samples["forward"] if s.after_step_ms is not None]
         return statistics.median(found) if found else None
 
     def turn_peak(self) -> int | None:

@@ -1061,8 +1061,8 @@ def test_the_clock_knows_what_other_streams_held_before_the_first_call(records: 
     """And whether it may have the allocator record."""
     asked: list[Any] = []
 
-    def clock(device: torch.device, num_calls: int, *, left_bytes: int, records: bool) -> ChainClock:
-        asked.append((device, num_calls, left_bytes, records))
+    def clock(device: torch.device, num_calls: int, *, records: bool, **left: int) -> ChainClock:
+        asked.append((device, num_calls, left, records))
         return ChainClock(num_calls, events=host_events())
 
     cuda = torch.device("cuda")
@@ -1073,6 +1073,7 @@ def test_the_clock_knows_what_other_streams_held_before_the_first_call(records: 
         objective=SimpleNamespace(budget_bytes=None),
         limit_bytes=None,
         others_bytes=77,
+        first_bytes=5,
         records=records,
     )
     tracked_graphs = [engine_for(CPU).calls.track() for _ in range(3)]
@@ -1081,4 +1082,4 @@ def test_the_clock_knows_what_other_streams_held_before_the_first_call(records: 
     with mock.patch.object(chain_replan, "chain_clock_for", clock):
         observer = chain_replan.replan_for_chain(planning, schedule, tuple(map(weakref.ref, tracked_graphs)), box)
     assert observer is not None
-    assert asked == [(cuda, 3, 77, records)]
+    assert asked == [(cuda, 3, {"left_bytes": 77, "first_bytes": 5}, records)]

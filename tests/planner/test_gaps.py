@@ -436,10 +436,10 @@ class Recorded(Rehearsed):
         self.ended += read and self.is_open
         self.is_open = False
 
-    def freed_bytes_after(self, memory: Memory, stream: int | None = None) -> int:
+    def freed_bytes_after(self, *args: Any) -> int:
         return 0
 
-    def carried_bytes(self, turn_begin: Memory, turn_end: Memory) -> int:
+    def carried_bytes(self, *args: Any) -> int:
         return 0
 
     def peak_between(self, first: Memory, last: Memory) -> int:
@@ -458,10 +458,15 @@ def test_the_first_plan_knows_what_is_allocated_between_calls(at_turn: bool, ext
     gathered = extra_memory * (most - least) // 3
     budget, calls = most + gathered, engine_for(CPU).calls
     found = Recorded((most - least) * 2 // 3, at_turn=at_turn, extra_memory=gathered)
-    run = recorded(found.model, steps=1, activation_budget=budget, disable=("tape_recompute",))
-    found.watch = run.watch
+    now = 0.0  # passes between two steps only
+    with mock.patch.object(calls, "_events", host_events(lambda: now)):
+        run = recorded(found.model, steps=1, activation_budget=budget, disable=("tape_recompute",))
+        found.watch = run.watch
+        now += 40.0
+        with mock.patch.object(calls, "_memory", found.read), mock.patch.object(calls, "_history", found.history):
+            run.step()
+            now += 7.0
     with mock.patch.object(calls, "_memory", found.read), mock.patch.object(calls, "_history", found.history):
-        run.step()
         assert (found.begun, found.ended) == (1, 1)
         peak = found.peak_of(run)
         plan = the_plan()
@@ -470,6 +475,8 @@ def test_the_first_plan_knows_what_is_allocated_between_calls(at_turn: bool, ext
     assert 0.9 * budget < peak <= plan.predicted.peak_bytes <= budget
     assert plan.predicted.bytes_offloaded > 0
     assert plan.baseline.peak_bytes > budget
+    assert plan.between_steps_ms == 40.0 and plan.predicted.outside_ms == 0.0
+    assert "between two steps lie 40.0 ms: the optimizer" in str(plan)
 
 
 @pytest.mark.slow

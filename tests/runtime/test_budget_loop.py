@@ -386,15 +386,22 @@ def test_a_quick_plan_is_followed_until_the_plan_is_there() -> None:
 # -- the peak of a step ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("known", [0, 64])
-def test_what_the_first_call_is_given_for_the_step_alone_counts_once(known: int) -> None:
-    """Its plan keeps it, and another step has moved it; or it is gone by the third call."""
+@pytest.mark.parametrize("gone", [None, "third call", "turn", "end"])
+def test_what_the_first_call_is_given_for_the_step_alone_counts_once(gone: str | None) -> None:
+    """Its plan keeps it, and another step has moved it; or it is gone later."""
     given = torch.ones(16)
-    watch = PeakWatch(Memory(1064, 5000, 1, 1, 5000), [given], left_bytes=known)
+    watch = PeakWatch(Memory(1064, 5000, 1, 1, 5000), [given], left_bytes=64 if gone is None else 0)
+
+    def let_go(when: str) -> None:
+        if gone == when:
+            given.untyped_storage().resize_(0)
+
     watch.forward_begins()
-    if not known:
-        given.untyped_storage().resize_(0)
+    let_go("third call")
     watch.forward_begins()
+    let_go("turn")
+    watch.first_backward_begins(Memory(1064, 5000, 1, 1, 5000))
+    let_go("end")
     assert watch.end(Memory(1100, 5000, 2, 1, 5100)).highest == 100
 
 

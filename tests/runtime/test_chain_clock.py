@@ -197,7 +197,29 @@ def test_events_are_used_again() -> None:
             step.end()
         assert clock.ready() is (len(made) == 4)  # which reads
         made.append(events.num_made)
-    assert len(set(made)) == 1
+    assert made[1] <= made[0] + 1  # that at the end of the last step, which the next one takes
+    assert len(set(made[1:])) == 1
+
+
+def test_the_time_between_two_steps_that_follow_each_other() -> None:
+    time = Time()
+    clock = time.clock(skip=1, count=3)
+    dropped = 3
+    for place, between in enumerate((0.0, 30.0, 7.0, 99.0, 5.0)):
+        time.now += between
+        step = time.step(clock, itertools.repeat(1.0))
+        if step is None:
+            continue
+        time.now += 0.5
+        if place == dropped:
+            step.drop()
+        else:
+            step.end()
+    found = clock.readings()
+    # Of the second and the third; nothing is known of the fifth, whose step before did not count.
+    assert [s.after_step_ms for s in found.samples["forward"]] == [None, 7.5, None]
+    assert found.between_steps_ms() == 7.5
+    assert time.clock().readings().between_steps_ms() is None
 
 
 def test_a_capture_is_left_alone() -> None:
@@ -254,20 +276,25 @@ def test_the_clock_of_a_gpu_records_unless_it_may_not(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("others", [0, 1000])
-def test_what_the_first_call_is_given_for_the_step_alone_counts(others: int) -> None:
+@pytest.mark.parametrize("gone", ["forward", "turn", "in another step"])
+def test_what_the_first_call_is_given_for_the_step_alone_counts(others: int, gone: str) -> None:
     time = Time()
-    clock = time.clock(memory=lambda: time.memory, left_bytes=others)
+    known = 64 if gone == "in another step" else 0
+    clock = time.clock(memory=lambda: time.memory, left_bytes=others, first_bytes=known)
     stays, gathered = torch.ones(8), torch.ones(16)
     step = clock.begin_step()
     assert step is not None
     step.given(0, [stays, gathered])
     time.call(step, "forward", 0, {"a": 1.0})
-    gathered.untyped_storage().resize_(0)
+    if gone == "forward":
+        gathered.untyped_storage().resize_(0)
     time.allocate(-64)
     step.given(1, [torch.ones(4)])
     time.allocate(100)
     for phase, number in (("forward", 1), ("backward", 1), ("backward", 0)):
         time.call(step, phase, number, {"a": 1.0})
+        if gone == "turn":
+            gathered.untyped_storage().resize_(0)
     step.end()
     live = clock.readings().live_before()
     assert live["forward"] == {"call 0/a": others + 64, "call 1/a": others + 100}

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from itertools import accumulate
 
 import torch
@@ -113,7 +113,7 @@ class AllocatorHistory:
         larger = max(last.allocated - base - self._live[end], 0)
         return max(base + max(self._live[begin : end + 1]) + larger, first.allocated, last.allocated)
 
-    def carried_bytes(self, turn_begin: Memory, turn_end: Memory) -> int | None:
+    def carried_bytes(self, turn_begin: Memory, turn_end: Memory, without: Container[int] = frozenset()) -> int | None:
         """Bytes that the step before left to a step, and that it leaves to the next: outputs that the caller holds
         until a forward has made others. They are freed between the last forward and the first backward, and as large a
         block that was allocated before stays. ``.grad`` tensors that are dropped there come again later, in the
@@ -122,6 +122,7 @@ class AllocatorHistory:
         Args:
             turn_begin: when the last forward has ended.
             turn_end: when the first backward begins.
+            without: addresses of memory that does not count.
 
         Returns:
             Bytes; 0 where events have no addresses; None where the record does not have this part of the step.
@@ -136,17 +137,20 @@ class AllocatorHistory:
         for i, event in enumerate(self._taken):
             if event.is_allocation:
                 made[event.address] = event.nbytes, i
-            elif made.pop(event.address, None) is None and begin <= i < end:
+            elif made.pop(event.address, None) is None and begin <= i < end and event.address not in without:
                 found[event.nbytes] += 1
         stays = Counter(nbytes for nbytes, i in made.values() if i < end)
         return sum(min(n, stays[nbytes]) * _rounded(nbytes) for nbytes, n in found.items())
 
-    def freed_bytes_after(self, memory: Memory, stream: int | None = None) -> int:
+    def freed_bytes_after(
+        self, memory: Memory, stream: int | None = None, without: Container[int] = frozenset()
+    ) -> int:
         """Bytes that existed before the record began and were freed after this read: a step gives them back.
 
         Args:
             memory: the read.
             stream: the handle of the stream that owns them; None: of any.
+            without: addresses of memory that does not count.
 
         Returns:
             Bytes; 0 where the record does not tell.
@@ -161,7 +165,7 @@ class AllocatorHistory:
                 made.add(event.address)
             elif event.address in made:
                 made.discard(event.address)
-            elif i >= begin and stream in (None, event.stream):
+            elif i >= begin and stream in (None, event.stream) and event.address not in without:
                 found += _rounded(event.nbytes)
         return found
 

@@ -152,6 +152,10 @@ class Recorder:
         assert earlier._end is not None
         return earlier._end.elapsed_ms(self._begin)
 
+    def ms_after(self, event: Event) -> float:
+        """Milliseconds from an earlier event to the beginning of this call. As ``sample``."""
+        return event.elapsed_ms(self._begin)
+
     @property
     def has_end(self) -> bool:
         """Whether the event at its end is there: it has ended, and was not released."""

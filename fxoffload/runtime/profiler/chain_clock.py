@@ -14,7 +14,8 @@ is read once the device has passed all of it. Once enough steps have been read, 
   backward is the ``TURN``: the loss, and a head that is not compiled.
 
 - The step runs from the first forward's beginning to the last backward's end on the compute stream. Its forward ends
-  where the first backward begins. Work before and after it (an embedding, the optimizer) is in neither.
+  where the first backward begins. Work before and after it (an embedding, the optimizer) is in neither: the time from
+  the last backward's end to the next step's beginning is ``Readings.between_steps_ms``.
 
 - The rest of a step is inside calls and outside segments: waits for copies, and the executor's own host time where the
   device notices it.
@@ -41,7 +42,7 @@ from fxoffload.runtime.profiler.allocator_trace import Memory, cuda_memory
 from fxoffload.runtime.profiler.call_recorder import Recorder, Sources
 from fxoffload.runtime.profiler.first_arguments import FirstArguments
 from fxoffload.runtime.profiler.segment_clock import compilations
-from fxoffload.runtime.profiler.stream_events import EventSource, cuda_events, host_events
+from fxoffload.runtime.profiler.stream_events import Event, EventSource, cuda_events, host_events
 from fxoffload.step.readings import Phase, Readings, Sample
 from fxoffload.step.segment_names import TURN, entry_of, segment_of
 from fxoffload.tell import warn
@@ -59,8 +60,10 @@ class StepRecording:
         ended: called by ``end`` with a step that counts.
         failed: called with the error that kept a call from being measured.
         only_gaps: whether only ``gap_peaks`` count: something may be compiled in its calls.
-        left_bytes: bytes that are there when it begins and yet belong to it, in addition to those it is ``given``.
+        left_bytes: bytes that are there when it begins and yet belong to it, without the first call's arguments.
+        first_bytes: at least so much of these belongs to it, as another step has told.
         history: of the allocator's events, begun with the step. Ended with its last call.
+        after: the event at the end of the step before; None: unknown.
 
     Attributes:
         only_gaps, history: those.
@@ -75,8 +78,11 @@ class StepRecording:
         *,
         only_gaps: bool = False,
         left_bytes: int = 0,
+        first_bytes: int = 0,
         history: AllocatorHistory | None = None,
+        after: Event | None = None,
     ) -> None:
+        self._after, self._last = after, None
         self.only_gaps = only_gaps
         self.history = history
         self._sources = sources
@@ -87,17 +93,25 @@ class StepRecording:
         self._num_ended = 0
         self._dropped = False
         self._first: FirstArguments | None = None
-        self._others_bytes = self._left_bytes = left_bytes
+        self._others_bytes, self._first_bytes = left_bytes, first_bytes
 
     def given(self, place: int, args: Iterable[Any]) -> None:
         """The forward at ``place`` is given ``args``."""
         if place == 0:
             self._first = FirstArguments(args)
-        elif self._first is not None:
-            self._left_bytes = self._others_bytes + self._first.left_bytes()
+        self._see_first()
+
+    def _see_first(self) -> None:
+        if self._first is not None:
+            self._first_bytes = max(self._first_bytes, self._first.left_bytes())
+
+    @property
+    def _left_bytes(self) -> int:
+        return self._others_bytes + self._first_bytes
 
     def begin(self, phase: Phase, call: int) -> Recorder | None:
         """A call begins: its recorder; None where the step does not count any more. Never raises."""
+        self._see_first()
         at = len(self._recorders)
         expected = call if phase == "forward" else 2 * self._num_calls - 1 - call
         if self._dropped or at != expected or self._num_ended != at:
@@ -118,8 +132,10 @@ class StepRecording:
             recorder.release()
             return
         self._num_ended += 1
-        if self.history is not None and self._num_ended == 2 * self._num_calls:
-            self.history.end()
+        if self._num_ended == 2 * self._num_calls:
+            self._last = self._sources.events.record()
+            if self.history is not None:
+                self.history.end()
         if not counts and not self.only_gaps:
             self.drop()
 
@@ -130,9 +146,16 @@ class StepRecording:
         else:
             self.drop()
 
+    def take_last(self) -> Event | None:
+        """The event at its end, which is the caller's from then on."""
+        last, self._last = self._last, None
+        return last
+
     def drop(self) -> None:
         """It does not count."""
         self._dropped = True
+        self._sources.events.give_back([e for e in (self._after, self._last) if e is not None])
+        self._after = self._last = None
         if self.history is not None:
             self.history.end(read=False)
         for recorder in self._recorders[: self._num_ended]:
@@ -150,6 +173,7 @@ class StepRecording:
         first, last = recorders[0], recorders[-1]
         whole, backward_ms = last.ms_from(first), last.ms_from(recorders[turn])
         found = Sample(whole - backward_ms), Sample(backward_ms)
+        found[0].after_step_ms = None if self._after is None else first.ms_after(self._after)
         found[0].segment_ms[entry_of("forward", 0)] = found[0].begin_ms[entry_of("forward", 0)] = 0.0
         for at, recorder in enumerate(recorders):
             call = at if at < turn else 2 * turn - 1 - at
@@ -205,7 +229,7 @@ class ChainClock:
         events: see ``cuda_events`` and ``host_events``.
         memory: reads the allocator; None where there is nothing to read.
         epoch: a value that changes when something is compiled.
-        left_bytes: of each step; see ``StepRecording``.
+        left_bytes, first_bytes: of each step; see ``StepRecording``.
         history: begins a record of the allocator's events; None, or a result of None, where there is none.
 
     Attributes:
@@ -222,6 +246,7 @@ class ChainClock:
         memory: Callable[[], Memory] | None = None,
         epoch: Callable[[], object] = lambda: None,
         left_bytes: int = 0,
+        first_bytes: int = 0,
         history: Callable[[], AllocatorHistory | None] | None = None,
     ) -> None:
         if num_calls < 1 or skip < 0 or count < 1:
@@ -231,9 +256,10 @@ class ChainClock:
         self.measuring = True
         self._num_calls, self._skip, self._count = num_calls, skip, count
         self._sources = Sources(events, memory, epoch, history)
-        self._left_bytes = left_bytes
+        self._left_bytes, self._first_bytes = left_bytes, first_bytes
         self._lock = threading.Lock()
         self._seen = self._recorded = self._counted = 0
+        self._last: Event | None = None  # at the end of the step before
         self._unread: deque[StepRecording] = deque()
         self._samples: list[tuple[Sample, Sample]] = []
         self._gaps: list[dict[str, int | None]] = []
@@ -242,6 +268,7 @@ class ChainClock:
     def begin_step(self) -> StepRecording | None:
         """A step that follows the plan begins: its recording, or None if it is not measured."""
         with self._lock:
+            after, self._last = self._last, None
             if not self.measuring:
                 return None
             self._seen += 1
@@ -255,9 +282,9 @@ class ChainClock:
                 self.measuring = False
                 return None
             self._recorded += 1
-            return self._recording(only_gaps=False)
+            return self._recording(only_gaps=False, after=after)
 
-    def _recording(self, *, only_gaps: bool) -> StepRecording:
+    def _recording(self, *, only_gaps: bool, after: Event | None = None) -> StepRecording:
         begin = self._sources.history if only_gaps else None
         return StepRecording(
             self._sources,
@@ -266,7 +293,9 @@ class ChainClock:
             self.fail,
             only_gaps=only_gaps,
             left_bytes=self._left_bytes,
+            first_bytes=self._first_bytes,
             history=None if begin is None else begin(),
+            after=after,
         )
 
     def _ended(self, step: StepRecording) -> None:
@@ -274,6 +303,7 @@ class ChainClock:
             if not self.measuring:
                 step.drop()
                 return
+            self._last = step.take_last()
             if step.only_gaps:
                 self._gaps.append(step.gap_peaks())
                 step.drop()
@@ -325,11 +355,14 @@ class ChainClock:
             return Readings(samples, tuple(self._gaps))
 
 
-def chain_clock_for(device: torch.device, num_calls: int, *, left_bytes: int = 0, records: bool = True) -> ChainClock:
-    """A clock for a chain whose graphs run on ``device``. ``left_bytes``: see ``StepRecording``. ``records``: whether
-    the allocator may be asked to record its events."""
+def chain_clock_for(
+    device: torch.device, num_calls: int, *, left_bytes: int = 0, first_bytes: int = 0, records: bool = True
+) -> ChainClock:
+    """A clock for a chain whose graphs run on ``device``. ``left_bytes``, ``first_bytes``: see ``StepRecording``.
+    ``records``: whether the allocator may be asked to record its events."""
     if device.type == "cuda" and torch.cuda.is_available():
         history = cuda_history(device) if records else None
         found: dict[str, Any] = {"memory": cuda_memory(device), "history": history}
-        return ChainClock(num_calls, events=cuda_events(device), epoch=compilations, left_bytes=left_bytes, **found)
+        found |= {"left_bytes": left_bytes, "first_bytes": first_bytes}
+        return ChainClock(num_calls, events=cuda_events(device), epoch=compilations, **found)
     return ChainClock(num_calls, events=host_events(), epoch=compilations)

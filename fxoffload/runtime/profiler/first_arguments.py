@@ -17,11 +17,14 @@ from fxoffload.torch_private.tensor_subclasses import is_traceable_wrapper_subcl
 class FirstArguments:
     """The arguments of a step's first call.
 
-    Some are gone or emptied when a later forward begins: the parameters of a layer that FSDP gathers for it, or an
-    embedding that was offloaded. They were there for the step alone.
+    Some are gone or emptied before the step has ended: the parameters of a layer that FSDP gathers for it, an embedding
+    that was offloaded, rotary tables that no layer needs any longer. They were there for the step alone.
 
     Args:
         args: of the first call.
+
+    Attributes:
+        addresses: of their memory when it began.
     """
 
     def __init__(self, args: Iterable[Any]) -> None:
@@ -31,6 +34,7 @@ class FirstArguments:
         # Not the tensors: an argument of a compiled graph may be a view that lives for the call.
         self._given = [(StorageRef(a), a.untyped_storage().nbytes()) for a in plain.values()]
         self._most = 0
+        self.addresses = frozenset(address for ref, _ in self._given if (address := ref.address()))
 
     def left_bytes(self) -> int:
         """Bytes of the arguments that are gone or empty by now, or were at an earlier call."""

@@ -21,13 +21,15 @@ class GapTimes:
 
     Args:
         events: of the compute stream.
+        after: the event at the end of the step before; None: unknown.
 
     Attributes:
         is_ended: whether the step's last call has returned.
     """
 
-    def __init__(self, events: EventSource) -> None:
+    def __init__(self, events: EventSource, after: Event | None = None) -> None:
         self.is_ended = False
+        self._after = after
         self._events = events
         self._calls: list[tuple[CallAt, Event, Event | None]] = []
         self._found: dict[CallAt, float] | None = None
@@ -51,8 +53,8 @@ class GapTimes:
         self.is_ended = True
 
     def ms(self) -> dict[CallAt, float]:
-        """Milliseconds from the end of the call before to the beginning of each call but the first. Waits until the
-        device has passed the step; where that takes too long, nothing is known."""
+        """Milliseconds from the end of the call before to the beginning of each call; of the first where the step
+        before is known. Waits until the device has passed the step; where that takes too long, nothing is known."""
         with self._lock:
             if self._found is None:
                 self._found = self._read() if self._has_passed() else {}
@@ -66,7 +68,10 @@ class GapTimes:
             self._release()
 
     def _read(self) -> dict[CallAt, float]:
-        found = {}
+        found: dict[CallAt, float] = {}
+        if self._after is not None and self._calls:
+            at, begin, _ = self._calls[0]
+            found[at] = self._after.elapsed_ms(begin)
         for (_, _, before), (at, begin, _) in zip(self._calls, self._calls[1:], strict=False):
             if before is not None:
                 found[at] = before.elapsed_ms(begin)
@@ -86,4 +91,5 @@ class GapTimes:
 
     def _release(self) -> None:
         self._events.give_back([e for _, begin, end in self._calls for e in (begin, end) if e is not None])
-        self._calls = []
+        self._events.give_back([] if self._after is None else [self._after])
+        self._calls, self._after = [], None

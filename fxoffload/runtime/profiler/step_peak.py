@@ -62,8 +62,7 @@ class PeakWatch:
 
     Args:
         memory: when the first call begins.
-        args: of the first call. Those that are gone when the last forward begins belong to the step (see
-            ``FirstArguments``).
+        args: of the first call. Those that are gone when the step ends belong to it (see ``FirstArguments``).
         left_bytes: at least so much of them does, as another step has told: a plan may keep what that moved.
         others_bytes: the part of the other bytes at its begin that belongs to the step as well.
         carried_bytes: the part that outputs of the step before are, where no record tells.
@@ -105,11 +104,13 @@ class PeakWatch:
 
     def first_backward_begins(self, memory: Memory) -> None:
         """All forwards have ended."""
+        self._first_bytes = max(self._first_bytes, self._first.left_bytes())
         self._trace.add(memory)
         self._turn.append(memory)
 
     def end(self, memory: Memory, is_open: Callable[[StepPeak], bool] = lambda peak: True) -> StepPeak:
         """The step's last call has returned. ``is_open``: whether the record is to be read, where the reads say so."""
+        self._first_bytes = max(self._first_bytes, self._first.left_bytes())
         self._trace.add(memory)
         found = self._peak(memory, None)
         if self._history is None:
@@ -122,7 +123,7 @@ class PeakWatch:
     def _peak(self, memory: Memory, history: AllocatorHistory | None) -> StepPeak:
         trace, first, carried, is_known = self._trace, self._trace.first, self._carried_bytes, history is not None
         if history is not None and len(self._turn) == 2:
-            found_bytes = history.carried_bytes(*self._turn)
+            found_bytes = history.carried_bytes(*self._turn, self._first.addresses)
             carried, is_known = (carried, False) if found_bytes is None else (found_bytes, True)
         base = first.allocated - self._first_bytes - self._others_bytes - carried
         exact, total = trace.exact_peak(history), memory.total - first.total

@@ -165,8 +165,8 @@ class Seen:
     margin_bytes: int = 0
 
     def gap_ms(self) -> dict[CallAt, float]:
-        """Milliseconds between the call before and each call; empty where that is not known. May wait for the device:
-        no step may call it."""
+        """Milliseconds between the call before and each call; of the first, since the step before. Empty where that is
+        not known. May wait for the device: no step may call it."""
         return {} if self.gap_times is None else self.gap_times.ms()
 
     def grown_bytes(self, before: Seen) -> int:

@@ -44,7 +44,7 @@ class LiveBytes:
         others_bytes: memory that was there when the step began, and yet belongs to it (see ``OnOtherStreams``,
             ``AllocatorHistory.carried_bytes`` and [Note: The end of a backward]); once it has ended.
         carried_bytes: the part of it that outputs of the step before are.
-        left_bytes: memory of the first call's arguments that is gone when the last forward begins.
+        left_bytes: memory of the first call's arguments that is gone when the step has ended (``FirstArguments``).
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class LiveBytes:
         if not self._read:
             self._first = FirstArguments(args)
             self._others = self._begin_to_watch(args)
-        elif self._first is not None and at[0] == "forward":
+        elif self._first is not None:
             self.left_bytes = self._first.left_bytes()
         if self._ended is not None:
             self._gaps[at] = AllocatorTrace.begin(self._ended)
@@ -88,11 +88,16 @@ class LiveBytes:
         """The step's last call has run. See [Note: The end of a backward]."""
         if self.gap_times is not None:
             self.gap_times.end()
+        if self._first is not None:
+            self.left_bytes = self._first.left_bytes()
         if self._others is not None or self._history is not None:
             after_backward(self._end_with_backward)
 
     def _end_with_backward(self) -> None:
         others, self._others = self._others, None
+        first, self._first = self._first, None
+        if first is not None:
+            self.left_bytes = first.left_bytes()
         if self._history is not None:
             self._history.end()
         try:
@@ -102,12 +107,14 @@ class LiveBytes:
         turn = next((gap for (phase, _), gap in self._gaps.items() if phase == "backward"), None)
         if self._history is None:
             return
+        without = () if first is None else first.addresses  # those are in ``left_bytes``
         if turn is not None:
-            self.carried_bytes = self._history.carried_bytes(turn.first, turn.last) or 0
+            self.carried_bytes = self._history.carried_bytes(turn.first, turn.last, without) or 0
             self.others_bytes += self.carried_bytes
         if (begin := self._ended if turn is None else turn.last) is not None:
             # Those of other streams are counted above.
-            self.others_bytes += self._history.freed_bytes_after(begin, None if others is None else others.compute)
+            stream = None if others is None else others.compute
+            self.others_bytes += self._history.freed_bytes_after(begin, stream, without)
 
     def drop(self) -> None:
         """The step is not the expected one: whatever has not ended is no longer watched."""

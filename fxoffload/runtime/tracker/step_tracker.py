@@ -32,7 +32,7 @@ from fxoffload.runtime.profiler.allocator_history import AllocatorHistory
 from fxoffload.runtime.profiler.allocator_trace import Memory
 from fxoffload.runtime.profiler.first_arguments import OnOtherStreams
 from fxoffload.runtime.profiler.gap_times import GapTimes
-from fxoffload.runtime.profiler.stream_events import EventSource
+from fxoffload.runtime.profiler.stream_events import Event, EventSource
 from fxoffload.runtime.tracker.chains import (
     ChainPlan,
     Known,
@@ -104,6 +104,7 @@ class StepTracker:
         self._tracked_graphs: weakref.WeakSet[TrackedGraph] = weakref.WeakSet()
         self._lock = threading.RLock()
         self._step: RunningStep | None = None
+        self._last: Event | None = None  # at the end of the last step, if that had no plan yet
         self.num_begun = 0
         self._planning: threading.Thread | None = None  # the latest
 
@@ -337,7 +338,10 @@ class StepTracker:
         is_second = step.state is StepState.OBSERVING and chains.before is not None
         counts = step.reads_memory = step.state is StepState.MEASURING or is_second
         begin = self._history if counts and tracked.may_record else None
-        times = GapTimes(self._events) if counts and self._events is not None else None
+        after, self._last = self._last, None
+        times = GapTimes(self._events, after) if counts and self._events is not None else None
+        if times is None and after is not None and self._events is not None:
+            self._events.give_back([after])
         step.live_bytes = LiveBytes(self._others, None if begin is None else begin(), times)
         if self._hold is not None:
             self._hold.begin(tracked, chain, step, args)
@@ -439,6 +443,8 @@ class StepTracker:
             if step.has_ended:
                 step.complete()
                 if step.is_regular:
+                    if step.awaits_plan and self._events is not None and self._events.usable():
+                        self._last = self._events.record()
                     step.live_bytes.end()
                     if self._hold is not None:
                         self._hold.end(step)
