@@ -42,6 +42,11 @@ class PlanWatch:
             logger.removeHandler(self._log)
             logger.setLevel(level)
 
+    def newest(self) -> int | None:
+        """Which plan ``freeze`` would write down; None where nothing was planned. Costs next to nothing."""
+        plan, _ = self._plan()
+        return None if plan is None else plan.graph
+
     def freeze(self, after_steps: int) -> PlanFacts | None:
         """The plan as it is now; None where nothing was planned. Of several plans, the one with the largest peak."""
         plan, count = self._plan()

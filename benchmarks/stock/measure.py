@@ -72,10 +72,9 @@ class ShardedStockMeasurement(Measurement):
         for index in range(unwaited + protocol.calibration_steps):
             if index >= unwaited:
                 join_planning()
-            found = watch.freeze(len(_stepper(self).facts))
-            if found is not None and _is_other(found, result.plan):
-                result.plan = found
-                _run_of(result).plan_after_steps = found.frozen_after_steps
+            if watch.newest() != (None if result.plan is None else result.plan.graph):
+                result.plan = watch.freeze(len(_stepper(self).facts))
+                _run_of(result).plan_after_steps = len(_stepper(self).facts)
             result.losses.append(self.stepper.step().loss)
         if result.plan is not None:
             watch.freeze_calibrated(result.plan, len(_stepper(self).facts))

@@ -129,6 +129,7 @@ class ChainPlanning:
         self.others_bytes = seen.others_bytes
         self.first_bytes = seen.left_bytes if not sizes or tuple(sizes) == seen.sizes else 0
         self.margin_bytes = seen.margin_bytes
+        self._between = seen.between
         self._is_largest = not sizes or volume_of(sizes) >= seen.most_volume
         settings = descriptions[0].settings
         self.objective, self.rates = settings.objective, descriptions[0].rates
@@ -262,9 +263,8 @@ class ChainPlanning:
     def _gap_ms(self, seen: Seen) -> dict[str, float]:
         """Time between the calls, by the empty segment that stands there."""
         scale = volume_of(self.sizes) / seen.volume if self.sizes and seen.volume else 1.0
-        last, found = len(self.descriptions) - 1, seen.gap_ms()
-        self._between_steps_ms = found.pop(("forward", 0), None)
-        return {TURN if at == ("backward", last) else entry_of(*at): ms * scale for at, ms in found.items()}
+        last = len(self.descriptions) - 1
+        return {TURN if at == ("backward", last) else entry_of(*at): ms * scale for at, ms in seen.gap_ms().items()}
 
     def _seen_extra_memory(self, compiled: ChainChoice, seen: Seen) -> ExtraMemory:
         """Memory outside the graphs in the first steps under a budget (``TrackedGraph.at_first``)."""
@@ -557,7 +557,7 @@ class ChainPlanning:
             smallest_budget_bytes=min(smallest.values()),
             decisions=self.decisions(schedule),
             floors=tuple(floors_of(self.chain.step, schedule.simulation, _GRADIENTS)),
-            between_steps_ms=self._between_steps_ms,
+            between_steps_ms=None if self._between is None else self._between.least_ms(),
             simulation=schedule.simulation,
         )
 

@@ -25,6 +25,7 @@ from fxoffload import tell
 from fxoffload.reset import on_reset
 from fxoffload.runtime.fork_safe_lock import ForkSafeRLock
 from fxoffload.runtime.own_threads import begin_thread, device_of_caller
+from fxoffload.runtime.step_first import STEP_FIRST
 from fxoffload.runtime.weak_bag import WeakBag
 
 # A plan takes seconds, a chunk of host memory less. Work that takes longer may hang, and is not waited for.
@@ -101,7 +102,7 @@ def start_planning(plan: Callable[..., None], *args: Any, name: str) -> threadin
 def _in_turn(device: int | None, num_resets: int, plan: Callable[..., None], *args: Any) -> None:
     begin_thread(device)
     _resets.when_asked.count = num_resets
-    with contextlib.suppress(PlanCancelled), _TURN, _giving_way():
+    with contextlib.suppress(PlanCancelled), _TURN, _giving_way(), STEP_FIRST.planning():
         check()
         if not is_ending():
             plan(*args)
@@ -113,7 +114,8 @@ def _giving_way() -> Iterator[None]:
 
     They need it thousands of times, for microseconds each. Python lets a computing thread keep it for 5 ms each time:
     during a plan, steps took two to eight times as long (two H100s, 2026-11-25). An operator of 8 us took 4,700 us
-    while another thread computed, 99 with 0.1 ms instead of 5, 33 with 1 us (CPU, 2026-11-27).
+    while another thread computed, 99 with 0.1 ms instead of 5, 33 with 1 us (CPU, 2026-11-27). That is for code outside
+    of the steps' calls; meanwhile see ``fxoffload.runtime.step_first``.
     """
     before = sys.getswitchinterval()
     if before <= _SWITCH_S:

@@ -62,7 +62,11 @@ Found = dict[str, Any]
 
 @dataclass(frozen=True)
 class Request:
-    """What one rank is asked to do. ``options``: fxoffload's; ``budget``: of the plans that train."""
+    """What one rank is asked to do.
+
+    ``options``: fxoffload's; ``budget``: of the plans that train; ``variants_budget``: of those that recompute, which
+    takes less ("": the same).
+    """
 
     folder: str
     rank: int
@@ -72,6 +76,7 @@ class Request:
     device_type: str
     tokens: int
     budget: str
+    variants_budget: str
     limit_s: float
     options: dict[str, Any]
 
@@ -113,6 +118,7 @@ def launch(
     device_type: str = "cuda",
     tokens: int = TOKENS,
     budget: str = "100MiB",
+    variants_budget: str = "",
     limit_s: float = TIME_LIMIT_S,
     options: Mapping[str, Any] | None = None,
     program: str = "gpu.sharded_support",
@@ -126,7 +132,7 @@ def launch(
     try:
         for rank in range(world):
             place = (str(folder), rank, world, tensor_parallel)
-            request = Request(*place, reshard, device_type, tokens, budget, limit_s, asked)
+            request = Request(*place, reshard, device_type, tokens, budget, variants_budget, limit_s, asked)
             processes.append(_start(request, folder, program))
         _wait(processes, limit_s)
     finally:
@@ -404,7 +410,7 @@ def _train(rank: Rank, **options: Any) -> tuple[list[Tensor], list[Tensor], Foun
     """Losses, weights and what happened, of some steps of AdamW with a plan over all layers."""
     torch.compiler.reset()
     before = {p.graph for p in fxoffload.plans()}
-    model = rank.build(TRAINED_DEPTH, policy="auto", activation_budget=rank.request.budget, **options)
+    model = rank.build(TRAINED_DEPTH, policy="auto", **{"activation_budget": rank.request.budget, **options})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     fxoffload.reset_stats()
@@ -460,7 +466,9 @@ def _phases(rank: Rank) -> Iterator[tuple[str, Callable[[], Found]]]:
 
     yield "trained", lambda: _training(rank, profile="h200", disable=("tape_recompute",))
     # Measured, another model's calls may run other variants, which round elsewhere.
-    yield "trained with variants", lambda: _training(rank, profile="h200", disable=("calibration",))
+    planned = {"profile": "h200", "disable": ("calibration",)}
+    less = {"activation_budget": rank.request.variants_budget or rank.request.budget}
+    yield "trained with variants", lambda: _training(rank, **planned, **less)
     yield "shallow", lambda: compile_and_train(DEPTH // 2)
     yield "deep", lambda: compile_and_train(DEPTH)
     yield "equality", lambda: _equality(rank, models[0])

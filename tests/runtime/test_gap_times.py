@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import pytest
+from unittest import mock
 
-from fxoffload.runtime.profiler.gap_times import GapTimes
+from fxoffload.runtime.profiler.gap_times import BetweenSteps, GapTimes
 from fxoffload.runtime.profiler.stream_events import host_events
 from fxoffload.step.edges import CallAt
 
 CALLS: list[CallAt] = [("forward", 0), ("forward", 1), ("backward", 1), ("backward", 0)]
 
 
-@pytest.mark.parametrize("knows_before", [True, False])
-def test_every_call_has_the_time_since_the_one_before(knows_before: bool) -> None:
+def test_every_call_has_the_time_since_the_one_before() -> None:
     now = 100.0
     events = host_events(lambda: now)
-    after = events.record() if knows_before else None
-    times = GapTimes(events, after)
+    times = GapTimes(events)
     for gap, call in zip((30.0, 1.0, 20.0, 4.0), CALLS, strict=True):
         now += gap
         times.call_begins(call)
         now += 1000.0
         times.call_ended()
     times.end()
-    found = times.ms()
-    assert found.pop(("forward", 0), None) == (30.0 if knows_before else None)
-    assert found == dict(zip(CALLS[1:], (1.0, 20.0, 4.0), strict=True))
-    assert times.ms().keys() - {("forward", 0)} == found.keys()  # it is read once
+    assert times.ms() == dict(zip(CALLS[1:], (1.0, 20.0, 4.0), strict=True))
+    assert times.ms() == dict(zip(CALLS[1:], (1.0, 20.0, 4.0), strict=True))  # it is read once
     made = events.num_made
     for _ in range(made):
         events.record()
@@ -35,8 +31,31 @@ def test_every_call_has_the_time_since_the_one_before(knows_before: bool) -> Non
 
 def test_of_a_step_that_is_not_the_expected_one_nothing_is_known() -> None:
     events = host_events()
-    times = GapTimes(events, events.record())
+    times = GapTimes(events)
     times.call_begins(("forward", 0))
     times.drop()
     assert times.ms() == {}
-    assert events.num_made == 2
+
+
+def test_the_least_time_between_the_newest_steps() -> None:
+    now = 0.0
+    events = host_events(lambda: now)
+    between = BetweenSteps(events)
+    assert between.least_ms() is None
+    found = []
+    for ms, follows in ((5.0, True), (3.0, False), (90.0, True), (8.0, True), (9.0, True), (7.0, True), (20.0, True)):
+        between.step_ended()
+        now += ms
+        between.step_begins(follows=follows)
+        now += 1000.0
+        found.append(between.least_ms())
+    # The second does not count; the first is forgotten when there are five.
+    assert found == [5.0, 5.0, 5.0, 5.0, 5.0, 7.0, 7.0]
+    made = events.num_made
+    between.step_begins(follows=True)  # no step has ended
+    between.step_ended()
+    between.step_ended()  # without another one meanwhile
+    assert events.num_made == made
+    with mock.patch.object(events, "usable", lambda: False):
+        between.step_begins(follows=True)
+    assert between.least_ms() == 7.0

@@ -1,10 +1,11 @@
-"""Time between the calls of one step, on the compute stream: eager code, collectives, or a host that is late."""
+"""Time between the calls of one step, or of two, on the compute stream: eager code, collectives, or a late host."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
+from collections import deque
 
 from fxoffload.runtime.profiler.stream_events import Event, EventSource
 from fxoffload.step.edges import CallAt
@@ -14,6 +15,8 @@ log = logging.getLogger(__name__)
 # The planner waits at most this long for the device to pass the step.
 _PATIENCE_S = 20.0
 _POLL_S = 1e-3
+# The newest times between steps that are kept.
+_MOST_PAIRS = 4
 
 
 class GapTimes:
@@ -21,15 +24,13 @@ class GapTimes:
 
     Args:
         events: of the compute stream.
-        after: the event at the end of the step before; None: unknown.
 
     Attributes:
         is_ended: whether the step's last call has returned.
     """
 
-    def __init__(self, events: EventSource, after: Event | None = None) -> None:
+    def __init__(self, events: EventSource) -> None:
         self.is_ended = False
-        self._after = after
         self._events = events
         self._calls: list[tuple[CallAt, Event, Event | None]] = []
         self._found: dict[CallAt, float] | None = None
@@ -53,8 +54,8 @@ class GapTimes:
         self.is_ended = True
 
     def ms(self) -> dict[CallAt, float]:
-        """Milliseconds from the end of the call before to the beginning of each call; of the first where the step
-        before is known. Waits until the device has passed the step; where that takes too long, nothing is known."""
+        """Milliseconds from the end of the call before to the beginning of each call but the first. Waits until the
+        device has passed the step; where that takes too long, nothing is known."""
         with self._lock:
             if self._found is None:
                 self._found = self._read() if self._has_passed() else {}
@@ -69,9 +70,6 @@ class GapTimes:
 
     def _read(self) -> dict[CallAt, float]:
         found: dict[CallAt, float] = {}
-        if self._after is not None and self._calls:
-            at, begin, _ = self._calls[0]
-            found[at] = self._after.elapsed_ms(begin)
         for (_, _, before), (at, begin, _) in zip(self._calls, self._calls[1:], strict=False):
             if before is not None:
                 found[at] = before.elapsed_ms(begin)
@@ -91,5 +89,47 @@ class GapTimes:
 
     def _release(self) -> None:
         self._events.give_back([e for _, begin, end in self._calls for e in (begin, end) if e is not None])
-        self._events.give_back([] if self._after is None else [self._after])
-        self._calls, self._after = [], None
+        self._calls = []
+
+
+class BetweenSteps:
+    """Time from the end of a step's last call to the beginning of the next step's first one, of steps that have no plan
+    yet. Nothing waits for the device.
+
+    Args:
+        events: of the compute stream.
+    """
+
+    def __init__(self, events: EventSource) -> None:
+        self._events = events
+        self._end: Event | None = None  # of the last step
+        self._pairs: deque[tuple[Event, Event]] = deque()
+        self._lock = threading.Lock()
+
+    def step_ended(self) -> None:
+        """Its last call has returned."""
+        with self._lock:
+            self._forget_end()
+            if self._events.usable():
+                self._end = self._events.record()
+
+    def step_begins(self, *, follows: bool) -> None:
+        """The first call of another one begins. ``follows``: right after the one that ended, and counts."""
+        with self._lock:
+            if self._end is not None and follows and self._events.usable():
+                self._pairs.append((self._end, self._events.record()))
+                self._end = None
+            self._forget_end()
+            if len(self._pairs) > _MOST_PAIRS:
+                self._events.give_back(self._pairs.popleft())
+
+    def least_ms(self) -> float | None:
+        """The least time of the newest ones that the device has passed: the others wait for a host that compiles. None:
+        there are none."""
+        with self._lock:
+            return min((end.elapsed_ms(begin) for end, begin in self._pairs if begin.query()), default=None)
+
+    def _forget_end(self) -> None:
+        if self._end is not None:
+            self._events.give_back([self._end])
+            self._end = None

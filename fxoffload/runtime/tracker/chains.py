@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from fxoffload.errors import in_brief
 from fxoffload.runtime.profiler.chain_clock import StepRecording
-from fxoffload.runtime.profiler.gap_times import GapTimes
+from fxoffload.runtime.profiler.gap_times import BetweenSteps, GapTimes
 from fxoffload.runtime.tracker.budget_loop import MOST_CORRECTIONS, BudgetLoop
 from fxoffload.runtime.tracker.step_memory import LiveBytes
 from fxoffload.step.choice import Choice
@@ -150,6 +150,7 @@ class Seen:
         other: the same of steps of another size, where there were any.
         most_volume: that of the largest steps of this chain, as far as they are known.
         margin_bytes: the part by which steps exceeded earlier plans that these measurements do not explain.
+        between: times between steps; None: not known.
     """
 
     edge_memory: tuple[EdgeMemory, ...]
@@ -163,10 +164,11 @@ class Seen:
     other: Seen | None = None
     most_volume: int = 0
     margin_bytes: int = 0
+    between: BetweenSteps | None = None
 
     def gap_ms(self) -> dict[CallAt, float]:
-        """Milliseconds between the call before and each call; of the first, since the step before. Empty where that is
-        not known. May wait for the device: no step may call it."""
+        """Milliseconds between the call before and each call; empty where that is not known. May wait for the device:
+        no step may call it."""
         return {} if self.gap_times is None else self.gap_times.ms()
 
     def grown_bytes(self, before: Seen) -> int:
@@ -396,10 +398,12 @@ class Chains:
         is_planning: whether a plan is being made.
         num_records: how many steps with a backward were recorded, or were to be.
         may_prepare: whether one of the plans may have to be made ready before it can be followed. Asked by every call.
+        between: times between steps that had no plan yet; None before there were any.
     """
 
     def __init__(self) -> None:
         self.may_prepare = False
+        self.between: BetweenSteps | None = None
         self.before: Record | None = None
         self.known: Known | None = None
         self.is_planning = False

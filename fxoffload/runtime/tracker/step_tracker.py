@@ -31,8 +31,9 @@ from fxoffload.runtime.host_memory.trim import HostTrim
 from fxoffload.runtime.profiler.allocator_history import AllocatorHistory
 from fxoffload.runtime.profiler.allocator_trace import Memory
 from fxoffload.runtime.profiler.first_arguments import OnOtherStreams
-from fxoffload.runtime.profiler.gap_times import GapTimes
-from fxoffload.runtime.profiler.stream_events import Event, EventSource
+from fxoffload.runtime.profiler.gap_times import BetweenSteps, GapTimes
+from fxoffload.runtime.profiler.stream_events import EventSource
+from fxoffload.runtime.step_first import STEP_FIRST
 from fxoffload.runtime.tracker.chains import (
     ChainPlan,
     Known,
@@ -104,7 +105,7 @@ class StepTracker:
         self._tracked_graphs: weakref.WeakSet[TrackedGraph] = weakref.WeakSet()
         self._lock = threading.RLock()
         self._step: RunningStep | None = None
-        self._last: Event | None = None  # at the end of the last step, if that had no plan yet
+        self._between: BetweenSteps | None = None  # of the last step, if that had no plan yet
         self.num_begun = 0
         self._planning: threading.Thread | None = None  # the latest
 
@@ -163,6 +164,7 @@ class StepTracker:
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def forward_begins(self, tracked: TrackedGraph, args: Sequence[Any]) -> None:
+        STEP_FIRST.launches()
         tracked.followed = tracked.measure = None
         self.num_begun += 1
         unusual = in_backward() or saved_tensor_hooks_active() or compiled_autograd_active()
@@ -338,10 +340,10 @@ class StepTracker:
         is_second = step.state is StepState.OBSERVING and chains.before is not None
         counts = step.reads_memory = step.state is StepState.MEASURING or is_second
         begin = self._history if counts and tracked.may_record else None
-        after, self._last = self._last, None
-        times = GapTimes(self._events, after) if counts and self._events is not None else None
-        if times is None and after is not None and self._events is not None:
-            self._events.give_back([after])
+        times = GapTimes(self._events) if counts and self._events is not None else None
+        if self._between is not None:
+            self._between.step_begins(follows=self._between is chains.between and step.awaits_plan)
+            self._between = None
         step.live_bytes = LiveBytes(self._others, None if begin is None else begin(), times)
         if self._hold is not None:
             self._hold.begin(tracked, chain, step, args)
@@ -361,6 +363,7 @@ class StepTracker:
         return StepState.OBSERVING if is_observed else StepState.WAITING
 
     def forward_ends(self, tracked: TrackedGraph, group: Group, results: Sequence[Any], token: Tensor | None) -> None:
+        STEP_FIRST.launches()
         with self._lock:
             step = self._step
             call = step.calls[-1] if step is not None and step.calls else None
@@ -392,6 +395,7 @@ class StepTracker:
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def backward_begins(self, tracked: TrackedGraph, group: Group, args: Sequence[Any]) -> Group:
+        STEP_FIRST.launches()
         tracked.measure = None
         with self._lock:
             step = self._step
@@ -441,15 +445,25 @@ class StepTracker:
                 self._watch(step, "backward", call.place, tracked.edges.gradients, results)
             self._read_end(step)
             if step.has_ended:
+                STEP_FIRST.launched()
                 step.complete()
                 if step.is_regular:
-                    if step.awaits_plan and self._events is not None and self._events.usable():
-                        self._last = self._events.record()
+                    self._mark_end(step)
                     step.live_bytes.end()
                     if self._hold is not None:
                         self._hold.end(step)
                     if is_observed:
                         step.record = self._record(step)
+
+    def _mark_end(self, step: RunningStep) -> None:
+        """For the time until the next step, if that has no plan yet."""
+        first = step.calls[0].tracked()
+        if first is None or not step.awaits_plan or self._events is None:
+            return
+        if first.chains.between is None:
+            first.chains.between = BetweenSteps(self._events)
+        self._between = first.chains.between
+        self._between.step_ended()
 
     # -- recording -----------------------------------------------------------------------------------------------------
 
@@ -522,7 +536,7 @@ class StepTracker:
             first.chains.forget_known()  # it was compiled anew
             return
         first.chains.begin_planning(chain)
-        seen = replace(known.seen_at(chain.sizes), margin_bytes=chain.margin_bytes)
+        seen = replace(known.seen_at(chain.sizes), margin_bytes=chain.margin_bytes, between=first.chains.between)
         args = (tracked_graphs, chain, seen, known.sizes_at(chain.sizes))
         if self._in_background:
             self._planning = background.start_planning(self._make_plan, *args, name="fxoffload-chain-plan")

@@ -1,0 +1,124 @@
+"""Threads that make a plan stand still while the host launches a step."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from fxoffload.runtime import step_first
+from fxoffload.runtime.step_first import StepFirst
+
+
+class Plan:
+    """Counts calls of Python functions, as fast as it may."""
+
+    def __init__(self, steps: StepFirst) -> None:
+        self.count = 0
+        self._steps = steps
+        self._is_wanted = True
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        self.wait_for_more()
+
+    def _run(self) -> None:
+        with self._steps.planning():
+            while self._is_wanted:
+                self._step()
+
+    def _step(self) -> None:
+        self.count += 1
+
+    def wait_for_more(self) -> None:
+        now, end = self.count, time.monotonic() + 10.0
+        while self.count == now:
+            assert time.monotonic() < end, "it stands still"
+            time.sleep(1e-3)
+
+    def end(self) -> None:
+        self._is_wanted = False
+        self._thread.join()
+
+
+@pytest.fixture
+def steps() -> StepFirst:
+    return StepFirst()
+
+
+@pytest.fixture
+def plan(steps: StepFirst) -> Iterator[Plan]:
+    found = Plan(steps)
+    yield found
+    found.end()
+
+
+def settled(plan: Plan) -> int:
+    """Its count, once it has seen what it was told."""
+    time.sleep(0.02)
+    return plan.count
+
+
+def test_a_plan_stands_still_until_the_step_was_launched(steps: StepFirst, plan: Plan) -> None:
+    steps.launches()
+    before = settled(plan)
+    time.sleep(0.04)
+    assert plan.count == before
+    steps.launched()
+    plan.wait_for_more()
+    assert steps.waited_s > 0.05
+
+
+def test_a_host_that_launches_nothing_more_is_not_waited_for(
+    steps: StepFirst, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may wait for a lock that the plan has."""
+    monkeypatch.setattr(step_first, "_MOST_WAIT_S", 1e9)
+    began = time.monotonic()
+    steps.launches()
+    settled(plan)
+    plan.wait_for_more()
+    assert time.monotonic() - began >= step_first._LAUNCH_S
+
+
+def test_a_host_that_launches_all_the_time_leaves_a_part(
+    steps: StepFirst, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_first, "_MOST_WAIT_S", 0.05)
+    steps.launches()
+    before, end = settled(plan), time.monotonic() + 10.0
+    while plan.count == before:
+        assert time.monotonic() < end, "it stands still"
+        steps.launches()
+        time.sleep(1e-3)
+
+
+def test_without_a_plan_nothing_is_noted(steps: StepFirst) -> None:
+    steps.launches()
+    with steps.planning():
+        before = time.monotonic()
+        steps._wait()
+    assert time.monotonic() - before < 0.05
+
+
+def test_a_profile_function_of_the_users_stays(steps: StepFirst) -> None:
+    seen: list[str] = []
+
+    def run() -> None:
+        mine = lambda *_: seen.append("called")  # noqa: E731
+        sys.setprofile(mine)
+        with steps.planning():
+            assert sys.getprofile() is mine
+        assert sys.getprofile() is mine
+        sys.setprofile(None)
+        with steps.planning():
+            assert sys.getprofile() is not None
+        assert sys.getprofile() is None
+        seen.append("done")
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert seen[-1] == "done"
