@@ -23,7 +23,7 @@ from typing import Any
 # After the last call of a step: the optimizer is launched.
 _AFTER_STEP_S = 0.02
 # A host that calls no compiled graph for so long does not launch. It may wait for a lock that the plan has.
-_LAUNCH_S = 0.1
+_LAUNCH_S = 0.05
 # Where the host launches all the time, a plan has a part of it.
 _MOST_WAIT_S, _SLICE_S = 0.3, 0.03
 
@@ -37,7 +37,8 @@ class StepFirst:
 
     def __init__(self) -> None:
         self.waited_s = 0.0
-        self._until = 0.0  # the host launches until then, as far as is known
+        self._launches = False
+        self._until = 0.0  # it does until then, as far as is known
         self._is_planning = 0
         self._lock = threading.Lock()
         self._free_until = threading.local()
@@ -46,11 +47,17 @@ class StepFirst:
         """A call of a compiled graph begins or has ended, and its step goes on. Costs a microsecond."""
         if self._is_planning:
             self._until = time.monotonic() + _LAUNCH_S
+            self._launches = True
 
     def launched(self) -> None:
         """The last call of a step has ended."""
         if self._is_planning:
             self._until = time.monotonic() + _AFTER_STEP_S
+            self._launches = True
+
+    def waits(self) -> None:
+        """The host waits for the device in the middle of a step; it ``launches`` when it goes on."""
+        self._launches = False
 
     @contextlib.contextmanager
     def planning(self) -> Iterator[None]:
@@ -70,15 +77,20 @@ class StepFirst:
                 self._is_planning -= 1
 
     def _wait(self, *_: Any) -> None:
-        began = time.monotonic()
-        if self._until <= began or getattr(self._free_until, "time", 0.0) > began:
+        if not self._launches:  # mostly: each call of a function asks
             return
-        while (now := time.monotonic()) < self._until:
+        began = time.monotonic()
+        if getattr(self._free_until, "time", 0.0) > began:
+            return
+        while self._launches:
+            if (now := time.monotonic()) >= self._until:
+                self._launches = False
+                break
             if now - began > _MOST_WAIT_S:
                 self._free_until.time = now + _SLICE_S
                 break
             # Not longer: the step may end meanwhile, or go on.
-            time.sleep(min(self._until - now, 0.001))
+            time.sleep(0.001)
         self.waited_s += time.monotonic() - began
 
 

@@ -62,11 +62,7 @@ Found = dict[str, Any]
 
 @dataclass(frozen=True)
 class Request:
-    """What one rank is asked to do.
-
-    ``options``: fxoffload's; ``budget``: of the plans that train; ``variants_budget``: of those that recompute, which
-    takes less ("": the same).
-    """
+    """What one rank is asked to do. ``options``: fxoffload's; ``budget``: of the plans that train."""
 
     folder: str
     rank: int
@@ -76,7 +72,6 @@ class Request:
     device_type: str
     tokens: int
     budget: str
-    variants_budget: str
     limit_s: float
     options: dict[str, Any]
 
@@ -118,7 +113,6 @@ def launch(
     device_type: str = "cuda",
     tokens: int = TOKENS,
     budget: str = "100MiB",
-    variants_budget: str = "",
     limit_s: float = TIME_LIMIT_S,
     options: Mapping[str, Any] | None = None,
     program: str = "gpu.sharded_support",
@@ -132,7 +126,7 @@ def launch(
     try:
         for rank in range(world):
             place = (str(folder), rank, world, tensor_parallel)
-            request = Request(*place, reshard, device_type, tokens, budget, variants_budget, limit_s, asked)
+            request = Request(*place, reshard, device_type, tokens, budget, limit_s, asked)
             processes.append(_start(request, folder, program))
         _wait(processes, limit_s)
     finally:
@@ -195,7 +189,8 @@ def check_training(found: Found) -> str:
     # Times and bytes of the two plans differ: one of them was measured with copies.
     recomputes, kept = (_RECOMPUTES.findall(str(s)) for s in (summary, found["kept_summaries"]))
     assert recomputes == kept, f"the same is recomputed on both sides: {summary}; {found['kept_summaries']}"
-    assert nbytes > 0
+    # What recomputes may fit without offloading: between that and the least peak of all lie 8 MiB (two H200s).
+    assert nbytes > 0 or "recompute more" in summary
     assert found["offloaded"] > 10 * nbytes
     assert (found["groups_on_tape"], found["host_bytes_in_use"]) == (0, 0)
     return summary
@@ -410,7 +405,7 @@ def _train(rank: Rank, **options: Any) -> tuple[list[Tensor], list[Tensor], Foun
     """Losses, weights and what happened, of some steps of AdamW with a plan over all layers."""
     torch.compiler.reset()
     before = {p.graph for p in fxoffload.plans()}
-    model = rank.build(TRAINED_DEPTH, policy="auto", **{"activation_budget": rank.request.budget, **options})
+    model = rank.build(TRAINED_DEPTH, policy="auto", activation_budget=rank.request.budget, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     fxoffload.reset_stats()
@@ -466,9 +461,7 @@ def _phases(rank: Rank) -> Iterator[tuple[str, Callable[[], Found]]]:
 
     yield "trained", lambda: _training(rank, profile="h200", disable=("tape_recompute",))
     # Measured, another model's calls may run other variants, which round elsewhere.
-    planned = {"profile": "h200", "disable": ("calibration",)}
-    less = {"activation_budget": rank.request.variants_budget or rank.request.budget}
-    yield "trained with variants", lambda: _training(rank, **planned, **less)
+    yield "trained with variants", lambda: _training(rank, profile="h200", disable=("calibration",))
     yield "shallow", lambda: compile_and_train(DEPTH // 2)
     yield "deep", lambda: compile_and_train(DEPTH)
     yield "equality", lambda: _equality(rank, models[0])

@@ -61,12 +61,18 @@ def settled(plan: Plan) -> int:
     return plan.count
 
 
-def test_a_plan_stands_still_until_the_step_was_launched(steps: StepFirst, plan: Plan) -> None:
+@pytest.mark.parametrize("ends", ["launched", "waits"])
+def test_a_plan_stands_still_until_the_step_was_launched(
+    ends: str, steps: StepFirst, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or until the host waits for the device."""
+    monkeypatch.setattr(step_first, "_LAUNCH_S", 20.0)
+    monkeypatch.setattr(step_first, "_MOST_WAIT_S", 20.0)
     steps.launches()
     before = settled(plan)
     time.sleep(0.04)
     assert plan.count == before
-    steps.launched()
+    getattr(steps, ends)()
     plan.wait_for_more()
     assert steps.waited_s > 0.05
 

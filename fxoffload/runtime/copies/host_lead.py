@@ -24,6 +24,7 @@ import time
 from typing import Protocol
 
 from fxoffload.counters import counters
+from fxoffload.runtime.step_first import STEP_FIRST
 
 log = logging.getLogger(__name__)
 
@@ -61,11 +62,13 @@ class HostLead:
             return
         longest_s = _LONGEST_BEHIND_STEP_S if behind_step else _LONGEST_S
         began = time.monotonic()
+        STEP_FIRST.waits()
         while not begun.query():
             if time.monotonic() - began > longest_s:
                 self._late = begun
                 break
             time.sleep(_LOOKS_EVERY_S)
+        STEP_FIRST.launches()
         counters.add("host_paced_ms", 1e3 * (time.monotonic() - began))
         if self._late is not None:
             self._stalled()
