@@ -134,7 +134,7 @@ class Readings:
     def between_steps_ms(self) -> float | None:
         """Milliseconds from the end of a step's last call to the beginning of the next step's first one: the median;
         None: not known."""
-        found = [s.after_step_ms for s in self.samples["forward"] if s.after_step_ms is not None]
+        found = [s.after_step_ms for s in self.samples.get("forward", ()) if s.after_step_ms is not None]
         return statistics.median(found) if found else None
 
     def turn_peak(self) -> int | None:

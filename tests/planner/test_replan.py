@@ -75,6 +75,9 @@ class FakeClock:
     def turn_ms(self) -> float | None:
         return self.turn[0]
 
+    def between_steps_ms(self) -> float:
+        return 7.0
+
     def turn_peak(self) -> int | None:
         return self.turn[1]
 
@@ -246,6 +249,7 @@ def test_equal_measurements_change_nothing() -> None:
         assert followed.graph.planned == "the first"
         assert followed.box.plan.calibrated == followed.box.plan.predicted
         assert followed.box.plan.calibrated_baseline == followed.box.plan.baseline
+        assert followed.box.plan.between_steps_ms == 7.0
 
 
 def test_only_once_and_then_it_is_measured() -> None:

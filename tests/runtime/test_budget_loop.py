@@ -405,6 +405,14 @@ def test_what_the_first_call_is_given_for_the_step_alone_counts_once(gone: str |
     assert watch.end(Memory(1100, 5000, 2, 1, 5100)).highest == 100
 
 
+def test_the_batch_of_a_single_graph_is_the_callers() -> None:
+    given = torch.ones(16)
+    watch = PeakWatch(Memory(1064, 5000, 1, 1, 5000), [given])
+    given.untyped_storage().resize_(0)
+    watch.first_backward_begins(Memory(1064, 5000, 1, 1, 5000))
+    assert watch.end(Memory(1100, 5000, 2, 1, 5100)).highest == 36
+
+
 def test_bounds_of_a_peak() -> None:
     watch = PeakWatch(Memory(100, 1000, 1, 1, 5000), others_bytes=10)
     watch.first_backward_begins(Memory(130, 1000, 3, 1, 5040))

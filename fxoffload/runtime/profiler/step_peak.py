@@ -62,7 +62,8 @@ class PeakWatch:
 
     Args:
         memory: when the first call begins.
-        args: of the first call. Those that are gone when the step ends belong to it (see ``FirstArguments``).
+        args: of the first call. Those that are gone when a step of several calls ends belong to it (see
+            ``FirstArguments``). A plan for one graph leaves its inputs, the batch, to the caller.
         left_bytes: at least so much of them does, as another step has told: a plan may keep what that moved.
         others_bytes: the part of the other bytes at its begin that belongs to the step as well.
         carried_bytes: the part that outputs of the step before are, where no record tells.
@@ -87,6 +88,7 @@ class PeakWatch:
         self._others_bytes, self._carried_bytes = others_bytes, carried_bytes
         self._history = history
         self._owns_history = owns_history
+        self._has_several = False
         self._turn: list[Memory] = []  # when the last forward has ended, when the first backward begins
 
     @property
@@ -96,7 +98,12 @@ class PeakWatch:
 
     def forward_begins(self) -> None:
         """After the first: that one's arguments that are gone by now were there for the step alone."""
-        self._first_bytes = max(self._first_bytes, self._first.left_bytes())
+        self._has_several = True
+        self._see_first()
+
+    def _see_first(self) -> None:
+        if self._has_several:
+            self._first_bytes = max(self._first_bytes, self._first.left_bytes())
 
     def forward_ended(self, memory: Memory) -> None:
         """One of them. Only of a step that is recorded."""
@@ -104,13 +111,13 @@ class PeakWatch:
 
     def first_backward_begins(self, memory: Memory) -> None:
         """All forwards have ended."""
-        self._first_bytes = max(self._first_bytes, self._first.left_bytes())
+        self._see_first()
         self._trace.add(memory)
         self._turn.append(memory)
 
     def end(self, memory: Memory, is_open: Callable[[StepPeak], bool] = lambda peak: True) -> StepPeak:
         """The step's last call has returned. ``is_open``: whether the record is to be read, where the reads say so."""
-        self._first_bytes = max(self._first_bytes, self._first.left_bytes())
+        self._see_first()
         self._trace.add(memory)
         found = self._peak(memory, None)
         if self._history is None:
