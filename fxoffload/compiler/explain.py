@@ -310,9 +310,11 @@ def floors_of(step: TrainingStep, simulation: Simulation, about_gradients: str =
     has_tangents = peak.phase == "backward" and not step.frees_tangents
     tangents = sum(s.nbytes for s in step.storages if s.is_tangent) if has_tangents else 0
     if outputs + tangents > _FLOOR * peak.peak_bytes:
+        unknown = ". What else a loss in eager code takes is not in the plan until a step ran" if tangents else ""
         yield (
             f"what the forward returns to the caller (logits, hidden states): {format_bytes(outputs)}, and gradients "
             f"of it: {format_bytes(tangents)}. Return the loss alone, or compute it in chunks"
+            f"{'' if simulation.outside_ms or simulation.outside_bytes else unknown}"
         )
     if peak.outside_bytes > _FLOOR * peak.peak_bytes:
         yield (

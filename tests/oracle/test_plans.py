@@ -23,6 +23,7 @@ GOLDEN = {case["name"]: case for case in golden.read(golden.PLANS)}
 SLOW = {
     "chain: default",
     "stack: default",
+    "stack: slowdown of 10 %",
     "measured chain, slow: slowdown",
     "trained chain: extra memory: budget",
     "trained chain: gathered parameters: budget",

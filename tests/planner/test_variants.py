@@ -401,6 +401,7 @@ def test_sizes_that_are_marked_as_varying(batch: int) -> None:
         call(x).square().mean().backward()
 
 
+@pytest.mark.slow
 def test_bounded_sizes_are_planned_for_the_largest(made: list[ScheduleBySize]) -> None:
     """``mark_dynamic(max=...)``: one graph for all, within the budget at the largest; Dynamo allows no guard."""
     budget = kept_peak(7)

@@ -130,7 +130,8 @@ class PeakWatch:
     def _peak(self, memory: Memory, history: AllocatorHistory | None) -> StepPeak:
         trace, first, carried, is_known = self._trace, self._trace.first, self._carried_bytes, history is not None
         if history is not None and len(self._turn) == 2:
-            found_bytes = history.carried_bytes(*self._turn, self._first.addresses)
+            begin, end = self._turn
+            found_bytes = history.carried_bytes(begin, end, self._first.addresses)
             carried, is_known = (carried, False) if found_bytes is None else (found_bytes, True)
         base = first.allocated - self._first_bytes - self._others_bytes - carried
         exact, total = trace.exact_peak(history), memory.total - first.total
