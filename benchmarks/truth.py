@@ -50,7 +50,7 @@ def _errors(prefix: str, said: dict[str, Any], between_ms: float | None, result:
     """Of several graphs a plan says the time between steps too: then AdamW counts, and what runs before the first graph
     and after the last."""
     said_ms, step_ms = said.get("step_ms"), result.step_ms.median if result.step_ms else None
-    idle_ms = idle_before_steps_ms(result)
+    idle_ms = idle_before_steps_ms(result, prefix)
     if None not in (said_ms, step_ms, between_ms, idle_ms) and result.optimizer_ms is not None:
         said_ms, step_ms = said_ms + between_ms - idle_ms, step_ms + result.optimizer_ms.median  # type: ignore[operator]
     memory, traced = result.memory, result.traced_peak
@@ -62,12 +62,18 @@ def _errors(prefix: str, said: dict[str, Any], between_ms: float | None, result:
     }
 
 
-def idle_before_steps_ms(result: Result) -> float | None:
-    """How long the device did nothing before a timed step, since the harness synchronizes; None: not known."""
-    run = result.stock
-    found = [] if run is None else [fact.idle_ms for fact in run.steps[-max(run.num_timed, 1) :]]
-    known = [ms for ms in found if ms is not None]
-    return statistics.median(known) if known else None
+def idle_before_steps_ms(result: Result, prefix: str) -> float | None:
+    """How long the harness held the device up before a step, in the steps in which the plan saw the time between them:
+    the least before the plan, the median after it. None: not known."""
+    run, plan = result.stock, result.plan
+    if run is None or plan is None:
+        return None
+    until = plan.frozen_after_steps
+    steps = run.steps[:until] if prefix == "predicted" else run.steps[until : plan.calibrated_after_steps]
+    known = [fact.idle_ms for fact in steps if fact.idle_ms is not None]
+    if not known:
+        return None
+    return min(known) if prefix == "predicted" else statistics.median(known)
 
 
 def _error(said: float | None, measured: float | None) -> float | None:

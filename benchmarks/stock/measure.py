@@ -72,7 +72,8 @@ class ShardedStockMeasurement(Measurement):
         for index in range(unwaited + protocol.calibration_steps):
             if index >= unwaited:
                 join_planning()
-            if watch.newest() != (None if result.plan is None else result.plan.graph):
+            newest = watch.newest()
+            if newest is not None and (result.plan is None or newest != result.plan.graph):
                 result.plan = watch.freeze(len(_stepper(self).facts))
                 _run_of(result).plan_after_steps = len(_stepper(self).facts)
             result.losses.append(self.stepper.step().loss)

@@ -130,6 +130,7 @@ class ChainPlanning:
         self.first_bytes = seen.left_bytes if not sizes or tuple(sizes) == seen.sizes else 0
         self.margin_bytes = seen.margin_bytes
         self._between = seen.between
+        self._quick: ChainChoice | None = None  # the graphs as compiled, scheduled without a budget
         self._is_largest = not sizes or volume_of(sizes) >= seen.most_volume
         settings = descriptions[0].settings
         self.objective, self.rates = settings.objective, descriptions[0].rates
@@ -281,13 +282,15 @@ class ChainPlanning:
         return extra_memory_when_calls_begin(chain, ran, seen.live_bytes, seen.gap_bytes)
 
     def quick(self) -> Schedule | None:
-        """The schedule of the graphs as they are compiled, not searched for long.
+        """The schedule of the graphs as they are compiled.
 
         None: they do not meet the objective. Steps without any plan offload everything: 800 ms instead of 420 (stock
         FSDP2, two H200s, 2026-11-28).
         """
         if self.limit_bytes is None:
-            return self.compiled.scheduler.least_peak(self.objective.most_ms(self.baseline.step_ms))
+            aim = ChainObjective(max_ms=self.objective.most_ms(self.baseline.step_ms))
+            self._quick = self.ways.as_compiled(aim)
+            return self._quick.schedule
         return self.compiled.scheduler.least_time(self.limit_bytes)
 
     def run(self) -> Schedule:
@@ -340,7 +343,7 @@ class ChainPlanning:
         taken where others are hardly better: variants have to be compiled."""
         # A longer search takes most of a plan's time. Where sizes vary there are many plans, made while steps run.
         first = replace(aim, refines=not self.sizes)
-        self.compiled = self.ways.as_compiled(first)
+        self.compiled = self.ways.as_compiled(first) if self._quick is None else self._quick
         mine = self.compiled.schedule
         self.choice = self.compiled
         if mine is not None and aim.limit_bytes is not None and not self._is_slow(mine):

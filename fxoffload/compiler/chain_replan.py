@@ -76,14 +76,15 @@ class ChainReplan(Replan[ChainClock]):
             weakref.ref(tracked, gone) for ref in tracked_graphs if (tracked := ref()) is not None
         )
 
-    def step_begins(self) -> StepRecording | None:
-        """A step that follows the plan begins: its recording, or None if it is not measured. Never raises."""
+    def step_begins(self, *, follows: bool = True) -> StepRecording | None:
+        """A step that follows the plan begins: its recording, or None if it is not measured. ``follows``: right after
+        another one that was. Never raises."""
         now = self.clock
         if now is None:
             return None
         try:
             clock = self.poll()
-            recording = None if clock is None else clock.begin_step()
+            recording = None if clock is None else clock.begin_step(follows=follows)
         except Exception as error:
             now.fail(error)
             self.stop()

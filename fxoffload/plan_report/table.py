@@ -258,10 +258,10 @@ def _limits(plan: PlanData) -> list[str]:
     newest, unit = plan.calibrated or plan.predicted, RowUnit.of(plan)
     at = [f"the peak is in {in_words(plan.boundaries, newest.peak_phase, newest.peak_segment)}"]
     between = plan.between_steps_ms
-    outside = "the optimizer, and what runs before the first compiled graph and after the last"
+    outside = "the optimizer, where it runs there, and what runs before the first compiled graph and after the last"
     return [
         *(at if newest.peak_segment else []),
-        *([] if between is None else [f"between two steps lie {between:.1f} ms: {outside}"]),
+        *([] if between is None else [f"from one backward to the next forward: {between:.1f} ms, {outside}"]),
         f"the smallest budget is about {unit.show(plan.smallest_budget_bytes)} {unit.name}",
     ]
 

@@ -155,7 +155,8 @@ class PlanData:
         measured_step_ms: their time; None before.
         measured_exposed_ms: time in them that compute waited for copies; None before.
         between_steps_ms: of a step over several graphs: from its last one to the next step's first, as measured: the
-            optimizer, and what the training loop and the model do there. In no ``step_ms``. None: not measured yet.
+            optimizer, if it runs after each backward, and what the training loop and the model do there. In no
+            ``step_ms``. None: not measured yet.
         measured_step: one of them, segment by segment; None before, and on a CPU, whose times predict nothing.
         breaks: of a plan ahead: what breaks the model into several graphs, place by place, and runs between them as it
             is. Its time and memory are not in the plan.

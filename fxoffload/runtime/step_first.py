@@ -5,15 +5,18 @@ One thread at a time runs Python. A step needs the interpreter thousands of time
 and every kernel launch lets go of it. A plan that computes takes it each time, so that launching took 10 to 16 times as
 long (CPU, 2026-11-28), and the first steps of a sharded model 0.8 to 2.2 s instead of 0.42 (two H200s). No switch
 interval helps: with 1 us a step takes as long as with 100. Most of the time the host waits for the device and needs no
-interpreter: that is when plans are made. A plan then takes about twice as long, and steps as long as without it.
+interpreter: that is when plans are made. There a plan takes two to three times as long (two H200s), and most steps at
+most 1.1x. In a loop that launches all the time, a plan has a tenth of it: ten times as long, and more.
 
-A thread that plans is asked at each call of a Python function, by ``sys.setprofile``: nothing else stops Inductor in
-the middle of a compilation. If it has a profile function already, it does not stand still.
+A thread that plans is asked at each call and return of a function, by ``sys.setprofile``: nothing else stops Inductor
+in the middle of a compilation. If it has a profile function already, it does not stand still. From Python 3.12 on, code
+of all threads pays for it: until the plan is there, code that only calls functions takes two to three times as long.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 import time
@@ -93,5 +96,15 @@ class StepFirst:
             time.sleep(0.001)
         self.waited_s += time.monotonic() - began
 
+    def forget(self) -> None:
+        """In a forked child: it has none of the threads that plan, but their profile function's cost from Python 3.12
+        on, until one is set and taken away."""
+        self._lock = threading.Lock()
+        self._is_planning, self._launches = 0, False
+        if sys.getprofile() is None:
+            sys.setprofile(self._wait)
+            sys.setprofile(None)
+
 
 STEP_FIRST = StepFirst()
+os.register_at_fork(after_in_child=STEP_FIRST.forget)

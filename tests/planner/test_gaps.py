@@ -476,7 +476,7 @@ def test_the_first_plan_knows_what_is_allocated_between_calls(at_turn: bool, ext
     assert plan.predicted.bytes_offloaded > 0
     assert plan.baseline.peak_bytes > budget
     assert plan.between_steps_ms == 40.0 and plan.predicted.outside_ms == 0.0
-    assert "between two steps lie 40.0 ms: the optimizer" in str(plan)
+    assert "from one backward to the next forward: 40.0 ms, the optimizer" in str(plan)
 
 
 @pytest.mark.slow

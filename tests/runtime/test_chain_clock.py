@@ -220,6 +220,14 @@ def test_the_time_between_two_steps_that_follow_each_other() -> None:
     assert [s.after_step_ms for s in found.samples["forward"]] == [None, 7.5, None]
     assert found.between_steps_ms() == 7.5
     assert time.clock().readings().between_steps_ms() is None
+    clock = time.clock(skip=0, count=2)
+    for _ in range(2):
+        step = clock.begin_step(follows=False)  # another model's came between
+        assert step is not None
+        for phase, number in (("forward", 0), ("forward", 1), ("backward", 1), ("backward", 0)):
+            time.call(step, phase, number, {"a": 1.0})
+        step.end()
+    assert clock.readings().between_steps_ms() is None
 
 
 def test_a_capture_is_left_alone() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fxoffload.runtime import step_first
+from fxoffload.runtime import background, step_first
 from fxoffload.runtime.step_first import StepFirst
 
 
@@ -103,10 +103,19 @@ def test_a_host_that_launches_all_the_time_leaves_a_part(
 
 def test_without_a_plan_nothing_is_noted(steps: StepFirst) -> None:
     steps.launches()
+    steps.launched()
     with steps.planning():
-        before = time.monotonic()
         steps._wait()
-    assert time.monotonic() - before < 0.05
+    assert steps.waited_s == 0.0
+    steps.launches()
+    steps._wait()
+    assert steps.waited_s == 0.0, "the plan is made"
+
+
+def test_plans_in_the_background_stand_still() -> None:
+    found: list[object] = []
+    background.start_planning(lambda: found.append(sys.getprofile()), name="plan").join()
+    assert found == [step_first.STEP_FIRST._wait]
 
 
 def test_a_profile_function_of_the_users_stays(steps: StepFirst) -> None:

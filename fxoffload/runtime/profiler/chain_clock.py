@@ -111,7 +111,6 @@ class StepRecording:
 
     def begin(self, phase: Phase, call: int) -> Recorder | None:
         """A call begins: its recorder; None where the step does not count any more. Never raises."""
-        self._see_first()
         at = len(self._recorders)
         expected = call if phase == "forward" else 2 * self._num_calls - 1 - call
         if self._dropped or at != expected or self._num_ended != at:
@@ -119,6 +118,7 @@ class StepRecording:
             return None
         earlier = self._recorders[-1] if at else None
         try:
+            self._see_first()
             recorder = Recorder(self._sources, phase, (), earlier, self._call_ended)
         except Exception as error:
             self.drop()
@@ -265,10 +265,14 @@ class ChainClock:
         self._gaps: list[dict[str, int | None]] = []
         self._failed = False
 
-    def begin_step(self) -> StepRecording | None:
-        """A step that follows the plan begins: its recording, or None if it is not measured."""
+    def begin_step(self, *, follows: bool = True) -> StepRecording | None:
+        """A step that follows the plan begins: its recording, or None if it is not measured. ``follows``: no other
+        step was between it and the last one that was recorded."""
         with self._lock:
             after, self._last = self._last, None
+            if after is not None and not follows:
+                self._sources.events.give_back([after])
+                after = None
             if not self.measuring:
                 return None
             self._seen += 1

@@ -29,7 +29,9 @@ class FirstArguments:
 
     def __init__(self, args: Iterable[Any]) -> None:
         plain: dict[int, Tensor] = {}
-        for a in _plain(args):
+        tensors = _plain(args)
+        on_device = [a for a in tensors if a.device.type != "cpu"]
+        for a in on_device or tensors:  # a batch that the model itself moves to the device is on the host
             plain.setdefault(a.untyped_storage()._cdata, a)
         # Not the tensors: an argument of a compiled graph may be a view that lives for the call.
         self._given = [(StorageRef(a), a.untyped_storage().nbytes()) for a in plain.values()]

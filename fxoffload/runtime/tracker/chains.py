@@ -62,7 +62,7 @@ class PlanObserver(Protocol):
         """Whether nothing is left to be measured or planned anew."""
         ...
 
-    def step_begins(self) -> StepRecording | None:
+    def step_begins(self, *, follows: bool = True) -> StepRecording | None:
         """A step that follows the plan begins: its recording, or None if it is not measured."""
         ...
 
