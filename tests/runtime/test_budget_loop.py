@@ -8,6 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch import Tensor
 from fxoffload.runtime.profiler.allocator_history import AllocatorHistory
 from fxoffload.runtime.profiler.allocator_trace import Memory
 from fxoffload.runtime.profiler.step_peak import PeakWatch, StepPeak
+from fxoffload.runtime.step_first import STEP_FIRST
 from fxoffload.runtime.tracker.budget_loop import BudgetLoop
 from fxoffload.runtime.tracker.chains import ChainPlan, Meanwhile, Seen, Sizes
 from fxoffload.runtime.tracker.step_tracker import StepTracker
@@ -349,6 +351,18 @@ def test_without_a_record_it_is_seen_where_it_can_be() -> None:
 
 
 # -- until the plan is there -------------------------------------------------------------------------------------------
+
+
+def test_plans_are_told_while_the_host_launches_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    for name in ("launches", "launched"):
+        monkeypatch.setattr(STEP_FIRST, name, partial(told.append, name))
+    world = World()
+    model = world.model(30)
+    model.steps(2, HEAD)
+    assert told.count("launched") == 2 and told[-1] == "launched"
+    # When a forward begins and has ended, and when a backward begins.
+    assert told[: told.index("launched")].count("launches") >= 3 * CALLS
 
 
 def test_a_quick_plan_is_followed_until_the_plan_is_there() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import pytest
 
@@ -44,6 +45,14 @@ def test_it_returns_when_the_device_has_passed_the_point() -> None:
     lead.wait_for(later)
     assert (at_once.asked, later.asked) == (1, 5)
     assert fxoffload.stats().host_paced_ms >= 0.4
+
+
+def test_plans_go_on_while_the_host_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    for name in ("waits", "launches"):
+        monkeypatch.setattr(host_lead.STEP_FIRST, name, partial(told.append, name))
+    HostLead().wait_for(Point(3))
+    assert told == ["waits", "launches"]
 
 
 def test_calls_behind_a_device_that_stands_still_do_not_wait_until_it_goes_on() -> None:
