@@ -2,11 +2,11 @@
 
 [Note: The interpreter]
 One thread at a time runs Python. A step needs the interpreter thousands of times, for microseconds each: every operator
-and every kernel launch lets go of it. A plan that computes takes it each time, so that launching took 10 to 16 times as
-long (CPU, 2026-11-28), and the first steps of a sharded model 0.8 to 2.2 s instead of 0.42 (two H200s). No switch
-interval helps: with 1 us a step takes as long as with 100. Most of the time the host waits for the device and needs no
-interpreter: that is when plans are made. There a plan takes two to three times as long (two H200s), and most steps at
-most 1.1x. In a loop that launches all the time, a plan has a tenth of it: ten times as long, and more.
+and every kernel launch lets go of it. A plan that computes takes it each time. Launching then takes 10 times as long
+with the best switch interval, some us, and 17 with 20 us or more (CPU, 2026-11-28). The first steps of a sharded model
+took 0.7 to 2.2 s instead of 0.42 (two H200s). Most of the time the host waits for the device and needs no interpreter:
+that is when plans are made. They are there later, and most steps take at most 1.1x
+(``2026-11-28-2xh200-stock-fsdp``). In a loop that launches all the time, a plan has less than a tenth of it.
 
 A thread that plans is asked at each call and return of a function, by ``sys.setprofile``: nothing else stops Inductor
 in the middle of a compilation. If it has a profile function already, it does not stand still. From Python 3.12 on, code
@@ -16,12 +16,15 @@ of all threads pays for it: until the plan is there, code that only calls functi
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 # After the last call of a step: the optimizer is launched.
 _AFTER_STEP_S = 0.02
@@ -78,6 +81,7 @@ class StepFirst:
                 sys.setprofile(None)
             with self._lock:
                 self._is_planning -= 1
+            log.info("plans of this process stood still for %.1f s so far", self.waited_s)
 
     def _wait(self, *_: Any) -> None:
         if not self._launches:  # mostly: each call of a function asks

@@ -105,7 +105,7 @@ class StepTracker:
         self._tracked_graphs: weakref.WeakSet[TrackedGraph] = weakref.WeakSet()
         self._lock = threading.RLock()
         self._step: RunningStep | None = None
-        self._observer: PlanObserver | None = None  # of the last step, if that was recorded
+        self._observer: weakref.ref[PlanObserver] | None = None  # of the last step, if that was recorded
         self._between: BetweenSteps | None = None  # of the last step, if that had no plan yet
         self.num_begun = 0
         self._planning: threading.Thread | None = None  # the latest
@@ -321,8 +321,8 @@ class StepTracker:
         step = RunningStep(chain.sizes)
         observer = None if chain.ready is None or chain.ready.first else chain.ready.observer
         if observer is not None and not tracked.may_keep():
-            step.recording = observer.step_begins(follows=observer is self._observer)
-        self._observer = None if step.recording is None else observer
+            step.recording = observer.step_begins(follows=self._observer is not None and self._observer() is observer)
+        self._observer = None if observer is None or step.recording is None else weakref.ref(observer)
         is_unknown = self._memory is not None and tracked.has_budget and chains.may_measure(chain)
         if is_unknown and tracked.may_follow():
             step.known = chains.begin_measuring(chain)
