@@ -53,13 +53,21 @@ def _errors(prefix: str, said: dict[str, Any], between_ms: float | None, result:
     idle_ms = idle_before_steps_ms(result, prefix)
     if None not in (said_ms, step_ms, between_ms, idle_ms) and result.optimizer_ms is not None:
         said_ms, step_ms = said_ms + between_ms - idle_ms, step_ms + result.optimizer_ms.median  # type: ignore[operator]
-    memory, traced = result.memory, result.traced_peak
+    peak, traced = _peak_under(prefix, result), result.traced_peak
     without = traced.peak_without_returned_gradients_bytes if traced else None
     return {
-        f"{prefix}_peak_error": _error(said.get("peak_bytes"), memory.peak_bytes if memory else None),
+        f"{prefix}_peak_error": _error(said.get("peak_bytes"), peak),
         f"{prefix}_peak_without_gradients_error": _error(said.get("peak_without_gradients_bytes"), without),
         f"{prefix}_step_error": _error(said_ms, step_ms),
     }
+
+
+def _peak_under(prefix: str, result: Result) -> int | None:
+    """The peak of steps that follow the plan: before it was calibrated, which may change it, or after that."""
+    run = result.stock
+    if prefix == "predicted" and run is not None and run.uncalibrated_peak_bytes is not None:
+        return run.uncalibrated_peak_bytes
+    return result.memory.peak_bytes if result.memory else None
 
 
 def idle_before_steps_ms(result: Result, prefix: str) -> float | None:

@@ -39,6 +39,7 @@ class StockMeasurement(PlanMeasurement):
             if self.result.plan is not None and self._watch.is_settled():
                 break
             self._one_more()
+            _note_uncalibrated(self.result, _stepper(self), self._watch)
         if self.result.plan is not None:
             self._watch.freeze_calibrated(self.result.plan, self._num_steps)
 
@@ -77,6 +78,7 @@ class ShardedStockMeasurement(Measurement):
                 result.plan = watch.freeze(len(_stepper(self).facts))
                 _run_of(result).plan_after_steps = len(_stepper(self).facts)
             result.losses.append(self.stepper.step().loss)
+            _note_uncalibrated(result, _stepper(self), watch)
         if result.plan is not None:
             watch.freeze_calibrated(result.plan, len(_stepper(self).facts))
 
@@ -100,6 +102,12 @@ def _stepper(measurement: Measurement) -> StockStepper:
 
 def _is_other(found: PlanFacts, known: PlanFacts | None) -> bool:
     return known is None or found.graph != known.graph
+
+
+def _note_uncalibrated(result: Result, stepper: StockStepper, watch: PlanWatch) -> None:
+    """A step has run: its peak is what the first prediction is about, if the plan is not calibrated yet."""
+    if result.plan is not None and not watch.is_calibrated():
+        _run_of(result).uncalibrated_peak_bytes = stepper.facts[-1].peak_bytes
 
 
 def _keep_first(result: Result, stepper: StockStepper) -> None:

@@ -32,9 +32,11 @@ class SegmentEstimate:
 
 @dataclass
 class StockRun:
-    """``plan_after_steps``: how many steps had run when the plan that is shown was made; None: there is none."""
+    """``plan_after_steps``: how many steps had run when the plan that is shown was made; None: there is none.
+    ``uncalibrated_peak_bytes``: of the last step before the plan was calibrated, and possibly changed."""
 
     steps: list[StepFact] = field(default_factory=list)
     num_timed: int = 0
     plan_after_steps: int | None = None
+    uncalibrated_peak_bytes: int | None = None
     segments: list[SegmentEstimate] = field(default_factory=list)

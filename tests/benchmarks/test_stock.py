@@ -188,6 +188,17 @@ def test_a_claim_fails_where_a_row_is_false(changed: Record, claim: str) -> None
     assert held(rows)[claim] is False
 
 
+def test_a_prediction_is_compared_with_the_steps_that_followed_it() -> None:
+    """Measured times may change the plan, and its peak with it."""
+    changed = row("auto", 101.0, 8.0, says=(101.5, 7.5))
+    assert changed.result.plan is not None and changed.result.stock is not None
+    changed.result.plan.calibrated = {**changed.result.plan.predicted, "peak_bytes": 8 * GIB}
+    rows = [changed if r.variant.label == "auto" else r for r in TRUE_ROWS]
+    assert held(rows)["predicted"] is False
+    changed.result.stock.uncalibrated_peak_bytes = int(7.5 * GIB)
+    assert held(rows)["predicted"] is True and held(rows)["calibrated"] is True
+
+
 def test_claims_of_checkpointing_and_of_ranks() -> None:
     rows = [dataclasses.replace(r, case=dataclasses.replace(r.case, form="checkpointing")) for r in TRUE_ROWS]
     assert held(rows)["gradient_checkpointing=True"] is False, "120 ms at checkpointing's peak or less"

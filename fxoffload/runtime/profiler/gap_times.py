@@ -93,8 +93,8 @@ class GapTimes:
 
 
 class BetweenSteps:
-    """Time from the end of a step's last call to the beginning of the next step's first one, of steps that have no plan
-    yet. Nothing waits for the device.
+    """Time from the end of a step's last call to the beginning of the next step's first one, before the plan is
+    followed. Nothing waits for the device.
 
     Args:
         events: of the compute stream.

@@ -398,7 +398,7 @@ class Chains:
         is_planning: whether a plan is being made.
         num_records: how many steps with a backward were recorded, or were to be.
         may_prepare: whether one of the plans may have to be made ready before it can be followed. Asked by every call.
-        between: times between steps that had no plan yet; None before there were any.
+        between: times between steps before the plan was followed; None before there were any.
     """
 
     def __init__(self) -> None:

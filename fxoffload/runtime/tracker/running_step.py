@@ -66,6 +66,7 @@ class RunningStep:
         phase: backward once one has begun.
         plan: that it follows, while it does.
         followed: the plan that it began with.
+        is_meanwhile: whether that is only there until the plan is made.
         known: of a step that is measured: the chain that is expected, whose device memory at these sizes is not known.
         reads_memory: whether the device's memory outside the graphs counts in it.
         keeps: whether a call computed as the plan says, and moved nothing.
@@ -90,6 +91,7 @@ class RunningStep:
     phase: Phase = "forward"
     plan: ChainPlan | None = None
     followed: weakref.ref[ChainPlan] | None = None
+    is_meanwhile: bool = False
     known: Known | None = None
     reads_memory: bool = False
     keeps: bool = False
@@ -122,6 +124,11 @@ class RunningStep:
         """Whether its calls run as the first ones do, until there is a plan that serves them."""
         awaits = (StepState.WAITING, StepState.OBSERVING, StepState.MEASURING)
         return self.began in awaits or self.departure is Departure.OUTGREW
+
+    @property
+    def is_before_plan(self) -> bool:
+        """Whether it runs until there is a plan, or until that can be followed."""
+        return self.awaits_plan or self.is_meanwhile
 
     @property
     def expected(self) -> ChainPlan | Known | None:

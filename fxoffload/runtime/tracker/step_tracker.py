@@ -106,7 +106,7 @@ class StepTracker:
         self._lock = threading.RLock()
         self._step: RunningStep | None = None
         self._observer: weakref.ref[PlanObserver] | None = None  # of the last step, if that was recorded
-        self._between: BetweenSteps | None = None  # of the last step, if that had no plan yet
+        self._between: BetweenSteps | None = None  # of the last step, if that was before its plan
         self.num_begun = 0
         self._planning: threading.Thread | None = None  # the latest
 
@@ -337,6 +337,7 @@ class StepTracker:
             if step.plan is not None and step.plan.first:
                 step.plan = step.plan.begin_first()
         step.followed = None if step.plan is None else weakref.ref(step.plan)
+        step.is_meanwhile = step.plan is not None and step.plan is chain.meanwhile
         step.begin(self._beginning(step, tracked, chain))
         # Of the steps that are observed the second one counts: nothing is compiled in it.
         is_second = step.state is StepState.OBSERVING and chains.before is not None
@@ -344,7 +345,7 @@ class StepTracker:
         begin = self._history if counts and tracked.may_record else None
         times = GapTimes(self._events) if counts and self._events is not None else None
         if self._between is not None:
-            self._between.step_begins(follows=self._between is chains.between and step.awaits_plan)
+            self._between.step_begins(follows=self._between is chains.between and step.is_before_plan)
             self._between = None
         step.live_bytes = LiveBytes(self._others, None if begin is None else begin(), times)
         if self._hold is not None:
@@ -458,9 +459,9 @@ class StepTracker:
                         step.record = self._record(step)
 
     def _mark_end(self, step: RunningStep) -> None:
-        """For the time until the next step, if that has no plan yet."""
+        """For the time until the next step, before the plan is followed."""
         first = step.calls[0].tracked()
-        if first is None or not step.awaits_plan or self._events is None:
+        if first is None or self._events is None or not step.is_before_plan:
             return
         if first.chains.between is None:
             first.chains.between = BetweenSteps(self._events)
