@@ -100,18 +100,21 @@ def report_of(run: Run, out: Path) -> Path:
 
 
 def choose(names: str | None) -> list[Run]:
-    """The runs of these names, separated by commas; all for None.
+    """The runs of these names, separated by commas; all for None. "ablation" stands for "ablation-stock" and all others
+    that begin so, where no run has the name itself.
 
     Raises:
         ValueError: there is none of that name.
     """
     if names is None:
         return list(SUITE)
-    by_name = {run.name: run for run in SUITE}
-    unknown = [name for name in names.split(",") if name not in by_name]
-    if unknown:
-        raise ValueError(f"unknown run {unknown[0]!r}; known: {', '.join(by_name)}")
-    return [by_name[name] for name in names.split(",")]
+    found: list[Run] = []
+    for name in names.split(","):
+        named = [r for r in SUITE if r.name == name] or [r for r in SUITE if r.name.startswith(f"{name}-")]
+        if not named:
+            raise ValueError(f"unknown run {name!r}; known: {', '.join(run.name for run in SUITE)}")
+        found += named
+    return found
 
 
 def take_turns(

@@ -5,6 +5,7 @@ Not among them: the rest of ``pinning``, and ``moe-convert``, which needs no GPU
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.stock.models import SHARDED_CASES, WHOLE_CASES
@@ -38,6 +39,16 @@ class Run:
 LARGE_PAGES = "expandable_segments:True,large_segment_size_mb:64"
 AT_CHECKPOINT = "auto@activation_budget=1.02*checkpoint"
 SHARDED = "host_budget=64GiB steps=8 warmup=1"
+# Pieces that may be switched off (`fxoffload.environment.PIECES`): of a model that is one graph, and of one whose layers
+# are compiled each on its own. The others guard, or switch everything off.
+PIECES_OF_A_GRAPH = ("measured_costs", "calibration", "donation", "segment_reuse", "kernel_overlap", "prefetch")
+PIECES_OF_LAYERS = ("tape_plan", "tape_recompute", "calibration", "pacing", "host_trim", "cross_graph_prefetch")
+
+
+def without(pieces: Sequence[str]) -> str:
+    """The default, whole and with each piece off in turn."""
+    return ",".join(["inductor", "auto", *(f"auto@disable={piece}" for piece in pieces)])
+
 
 SUITE = (
     Run("activations", "activations", "steps=5 warmup=1", seconds=1500),
@@ -124,6 +135,15 @@ SUITE = (
     # One case in a run, so that each fits in ten minutes. Not run yet: the seconds are a limit.
     *(Run(f"stock-{case}", "stock", f"case={case}", seconds=570) for case in WHOLE_CASES),
     *(Run(f"stock-{case}", "stock-fsdp", f"case={case}", gpus=2, seconds=570) for case in SHARDED_CASES),
+    Run("ablation-stock", "stock", "case=qwen3 layers=4", without(PIECES_OF_A_GRAPH), seconds=290),
+    Run(
+        "ablation-layers",
+        "activations",
+        "case=moe compile=layers layers=8 seq=8192 steps=5 warmup=1 "
+        "gradients=false allocator_trace=false copy_trace=false",
+        without(PIECES_OF_LAYERS),
+        seconds=260,
+    ),
     Run("budget-sweep", "budget-sweep", seconds=650),
     Run("rl-step", "rl-step", "rollout_s=0.3 warmup=0", "fxoffload,verl,verl_checkout", seconds=220, alone=True),
     Run("weight-sync", "weight-sync", variants="stream,load_all", seconds=80, alone=True),

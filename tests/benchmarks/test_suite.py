@@ -163,6 +163,7 @@ def test_what_was_measured_is_not_measured_again(tmp_path: Path) -> None:
 
 def test_unknown_names() -> None:
     assert [run.name for run in choose("fsdp,phases")] == ["fsdp", "phases"]
+    assert [run.name for run in choose("ablation")] == ["ablation-stock", "ablation-layers"]
     with pytest.raises(ValueError, match="unknown run 'nothing'; known: activations, "):
         choose("fsdp,nothing")
 
