@@ -5,7 +5,10 @@ To publish a newer run, put its file into ``results/`` and change its name here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+
+from benchmarks.suite import PIECES_OF_A_GRAPH, PIECES_OF_LAYERS
 
 README_STACK = "2026-11-21-h200-plan-stack-sweep.json"
 README_PHASES = "2026-11-22-h200-phases-yield.json"
@@ -136,6 +139,13 @@ _STOCK = {
 # 21,073,296,640 bytes are 1.1x checkpointing's peak.
 FSDP_STOCK = {"auto@activation_budget=21073296640": "fxoffload, budget of 1.1x checkpointing's peak"}
 
+_WHOLE = {"inductor": "Inductor", "auto": "fxoffload, default"}
+
+
+def _without(pieces: Sequence[str]) -> dict[str, str]:
+    return {f"auto@disable={piece}": f"without `{piece}`" for piece in pieces}
+
+
 TABLES = (
     Table(
         "readme",
@@ -207,6 +217,7 @@ TABLES = (
             }.items()
         )
         + (
+            Rows("2026-11-28-h200-stock-mistral-packed.json", _STOCK, of="Mistral, packed", where_there=True),
             Rows(
                 "2026-11-28-2xh200-stock-fsdp.json",
                 _STOCK | FSDP_STOCK,
@@ -220,6 +231,23 @@ TABLES = (
             ),
         ),
         of="model",
+    ),
+    Table(
+        "ablation",
+        ("step ms [quartiles]", "against inductor", "peak GiB", "of time", "of time, cal."),
+        (
+            Rows(
+                "2026-11-28-h200-ablation-stock.json",
+                _WHOLE | _without(PIECES_OF_A_GRAPH),
+                of="Qwen3-8B, 4 layers x 8,192 tokens",
+            ),
+            Rows(
+                "2026-11-28-h200-ablation-layers.json",
+                _WHOLE | _without(PIECES_OF_LAYERS[:3]),
+                of="8 MoE layers, each compiled on its own",
+            ),
+        ),
+        of="case",
     ),
     Table(
         "readme-peers",
