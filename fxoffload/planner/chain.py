@@ -245,7 +245,7 @@ class _ChainBuilder:
         plain = StorageInfo(name, nbytes)
         mover = self._mover(members, edge_memory.until)
         if mover is not None:
-            self._add_candidate(mover, name, nbytes, edge_memory.until)
+            self._add_candidate(mover, name, nbytes, edge_memory)
             if info.is_input and not self.made[name].is_input:
                 self.down_writes[self.forward[first]].append(name)
             return
@@ -293,8 +293,8 @@ class _ChainBuilder:
         """Whether it comes before the backward of a call."""
         return moment.is_before(Moment("backward", call), None if self.order is None else self.order.positions)
 
-    def _add_candidate(self, mover: tuple[int, str], name: str, nbytes: int, until: Moment | None) -> None:
-        k, own = mover
+    def _add_candidate(self, mover: tuple[int, str], name: str, nbytes: int, edge_memory: EdgeMemory) -> None:
+        (k, own), until = mover, edge_memory.until
         info = self.infos[k][own]
         caller_until, copied_after = None, info.copied_after
         if copied_after is not None:
@@ -317,7 +317,7 @@ class _ChainBuilder:
             rank=self.ranks[k] + self.programs[k].candidates.rank[number],
             caller_until=caller_until,
             # A value that is held to the step's end is mostly a leaf, as a batch is, and so waited for.
-            watched=caller_until is not None and until is not None,
+            watched=caller_until is not None and until is not None and edge_memory.watched,
         )
 
     def _keep(self, call: int, own: str, name: str) -> None:

@@ -61,10 +61,12 @@ class EdgeMemory:
     Attributes:
         members: (call, name of a storage of its step) that are this memory, in the order in which they were seen.
         until: last call boundary at which a reference outside the copy engine was alive; None: until the step ends.
+        watched: whether it can be watched as an input of a forward: autograd made it.
     """
 
     members: tuple[tuple[int, str], ...]
     until: Moment | None
+    watched: bool = True
 
 
 def later(a: Moment | None, b: Moment | None, positions: Mapping[CallAt, int] | None = None) -> Moment | None:

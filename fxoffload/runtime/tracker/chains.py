@@ -254,12 +254,15 @@ class Record:
         Memory is held for as long as in either. Device memory is read from ``other``, since kernels may have been
         compiled in this one; if the sizes of ``other`` are smaller, it is read from this one.
         """
-        mine, others = ({h.members: h.until for h in r.edge_memory} for r in (self, other))
+        mine, others = ({h.members: h for h in r.edge_memory} for r in (self, other))
         if mine.keys() != others.keys():
             return None
         positions = None if self.order is None else self.order.positions
         edge_memory = tuple(
-            EdgeMemory(members, later(until, others[members], positions)) for members, until in mine.items()
+            EdgeMemory(
+                members, later(item.until, others[members].until, positions), item.watched and others[members].watched
+            )
+            for members, item in mine.items()
         )
         if volume_of(self.sizes) > volume_of(other.sizes):
             # Kernels may have been tuned in it, and their memory counted between its calls.

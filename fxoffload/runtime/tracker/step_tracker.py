@@ -211,7 +211,7 @@ class StepTracker:
             if step.state is StepState.OBSERVING and tracked.edges is not None:
                 self._look(step)
                 step.edges.now = Moment("forward", place)
-                self._watch(step, "forward", place, tracked.edges.inputs, args)
+                self._watch(step, "forward", place, tracked.edges.inputs, args, is_input=True)
                 step.calls[-1].inputs = [
                     (name, weakref.ref(value), version)
                     for name, value in zip(tracked.edges.inputs, args, strict=False)
@@ -534,8 +534,16 @@ class StepTracker:
         return self._memory() if self._memory is not None and is_read else None
 
     @staticmethod
-    def _watch(step: RunningStep, phase: Phase, place: int, names: Sequence[str | None], values: Sequence[Any]) -> None:
-        if not step.edges.watch(phase, place, names, values):
+    def _watch(
+        step: RunningStep,
+        phase: Phase,
+        place: int,
+        names: Sequence[str | None],
+        values: Sequence[Any],
+        *,
+        is_input: bool = False,
+    ) -> None:
+        if not step.edges.watch(phase, place, names, values, is_input=is_input):
             step.depart()
 
     @staticmethod
