@@ -162,33 +162,30 @@ def check_bytes(run: Pipeline, simulation: Simulation) -> None:
     assert stats.num_wrong_predictions == 0
 
 
-def range_of_peaks(order: str, inputs: str) -> tuple[int, int]:
-    """The least peak of a step, and that with everything kept."""
-    plan = Pipeline(order, inputs, {"activation_budget": 1}).plan
-    torch.compiler.reset()
-    return plan.predicted_peak_bytes, plan.baseline_peak_bytes
-
-
-@pytest.mark.slow_except("FF0F1F23-made", "FFF0F1F234-held", "FF01-dropped")
-@pytest.mark.parametrize("inputs", ["held", "dropped", "made"])
+@pytest.mark.slow_except("1-made-FF0F1F23", "1-held-FFF0F1F234", "2-dropped-FF01")
 @pytest.mark.parametrize("order", [*ORDERS, *OTHER_ORDERS])
-def test_a_budget_is_met_to_the_byte(order: str, inputs: str) -> None:
-    least, most = range_of_peaks(order, inputs)
-    budget = (least + most) // 2
-    run = Pipeline(order, inputs, {"activation_budget": budget})
+@pytest.mark.parametrize("inputs", ["held", "dropped", "made"])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_budget_is_met_to_the_byte(order: str, inputs: str, layers: int) -> None:
+    most = Pipeline(order, inputs, {"activation_budget": "1GiB"}, layers).plan.predicted_peak_bytes
+    torch.compiler.reset()
+    budget = int(0.7 * most)
+    run = Pipeline(order, inputs, {"activation_budget": budget}, layers)
     with fxoffload.override_policy("keep_all"):
         kept = run.step()
     assert_equal(run.step(), kept)
     plan = run.plan
     assert plan.simulation is not None
-    assert plan.predicted_peak_bytes <= budget < plan.baseline_peak_bytes
+    assert plan.predicted_peak_bytes <= budget < plan.baseline_peak_bytes == most
     check_bytes(run, plan.simulation)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", [*ORDERS, *OTHER_ORDERS])
 def test_a_larger_budget_costs_less_time(order: str) -> None:
-    least, most = range_of_peaks(order, "held")
+    smallest = Pipeline(order, "held", {"activation_budget": 1}).plan
+    least, most = smallest.predicted_peak_bytes, smallest.baseline_peak_bytes
+    assert least < most
     costs = []
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
         torch.compiler.reset()
@@ -200,7 +197,7 @@ def test_a_larger_budget_costs_less_time(order: str) -> None:
         check_bytes(run, plan.simulation)
         costs.append(plan.predicted.step_ms)
     assert costs == sorted(costs, reverse=True)
-    assert costs[0] > costs[-1] == plan.baseline.step_ms
+    assert costs[0] > costs[-1] 
 
 
 @pytest.mark.slow_except("FF0F1F23-dropped", "FF01-made")
