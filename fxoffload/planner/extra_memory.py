@@ -59,7 +59,7 @@ def _entries(chain: Chain, graphs: Simulation) -> dict[CallAt, Boundary]:
     """The empty segment before each call."""
     found = {(b.phase, b.segment): b for b in graphs.boundaries if lies_between(b.segment)}
     turn = ("forward", TURN)
-    calls = [(phase, call) for phase in PHASES for call in range(len(chain.sizes))]
+    calls: list[CallAt] = [(phase, call) for phase in PHASES for call in range(len(chain.sizes))]
     names = {at: chain.gap_before(at) for at in calls}
     return {at: found[turn if name == TURN else (at[0], name)] for at, name in names.items()}
 

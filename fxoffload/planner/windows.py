@@ -73,9 +73,7 @@ def windows_for(step: TrainingStep, decisions: Sequence[bool], limit_bytes: int)
     return windows if low or max(excess(windows)) <= 0 else no_windows(step)
 
 
-def _widest(
-    program: Program, moves: set[int], forward: Sequence[int], backward: Sequence[int], over: int
-) -> Windows:
+def _widest(program: Program, moves: set[int], forward: Sequence[int], backward: Sequence[int], over: int) -> Windows:
     """``over``: most bytes that may still be on their way to the host when a run of forwards ends."""
     nbytes = program.candidates.moved_bytes
     ahead = [0] * (len(backward) + 1)

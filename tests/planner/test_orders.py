@@ -190,9 +190,7 @@ def _wide(step: TrainingStep) -> Windows:
 
 @many
 @given(decided_chains(), st.floats(0, 1.2))
-def test_windows_stay_within_the_limit(
-    found: tuple[list[TrainingStep], CallOrder, list[bool]], share: float
-) -> None:
+def test_windows_stay_within_the_limit(found: tuple[list[TrainingStep], CallOrder, list[bool]], share: float) -> None:
     steps, order, decisions = found
     step = concatenate(steps, (), order).step
     least = least_peak_bytes(step, decisions)

@@ -20,7 +20,6 @@ from fxoffload.step.edges import CallAt
 from fxoffload.step.readings import Phase
 from fxoffload.torch_private.storages import StorageRef
 
-
 # A step of more calls is no pipeline.
 MOST_CALLS = 1 << 12
 

@@ -1,10 +1,11 @@
 """The calls of compiled graphs that make up a step: recorded until they repeat, then planned and followed together.
 
 A model whose layers are compiled each on its own runs as a chain of calls: the forwards in order, the backwards in
-reverse. A pipeline of microbatches runs another order (``fxoffload.step.call_order``). ``StepTracker`` (one per copy engine) watches the chain go by. A planner is given two steps that ran through
-the same graphs, with the memory that passed between their calls. From the next step on, each call follows the plan of
-its place in the chain. Where sizes vary from step to step, each size has a plan of its own, made from the memory that
-was on the device in its first step (``fxoffload.runtime.tracker.chains``).
+reverse. A pipeline of microbatches runs another order (``fxoffload.step.call_order``). ``StepTracker`` (one per copy
+engine) watches the chain go by. A planner is given two steps that ran through the same graphs, with the memory that
+passed between their calls. From the next step on, each call follows the plan of its place in the chain. Where sizes
+vary from step to step, each size has a plan of its own, made from the memory that was on the device in its first step
+(``fxoffload.runtime.tracker.chains``).
 
 A step is in one of a few states (``fxoffload.runtime.tracker.step_state`` has their table). Nothing here can make a
 result wrong: a call's choice is settled when it begins, and its tokens record it. From the place where a step departs
