@@ -60,7 +60,6 @@ from fxoffload.runtime.tracker.tracked_graph import TrackedGraph
 from fxoffload.sizes import format_bytes
 from fxoffload.step.choice import Choice
 from fxoffload.step.edges import EdgeMemory
-from fxoffload.step.segment_names import TURN, entry_of
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +108,7 @@ class ChainPlanning:
         checkpointing: the step in which all activation checkpointing that the plan replaces is obeyed; None: there is
             none.
         numbers: per call, that of its variant; once it is to be followed.
-        others_bytes, margin_bytes: as of ``Seen``.
+        order, others_bytes, margin_bytes: as of ``Seen``.
         first_bytes: the same as ``Seen.left_bytes``, where it was read at these sizes.
         extra_memory: memory known to be on the device outside the graphs, with the margin: from the steps before the
             plan, then from those that were measured.
@@ -126,6 +125,7 @@ class ChainPlanning:
     ) -> None:
         self.descriptions = descriptions
         self.sizes = tuple(sizes)
+        self.order = seen.order
         self.others_bytes = seen.others_bytes
         self.first_bytes = seen.left_bytes if not sizes or tuple(sizes) == seen.sizes else 0
         self.margin_bytes = seen.margin_bytes
@@ -171,8 +171,9 @@ class ChainPlanning:
 
     @property
     def calibrates(self) -> bool:
-        """Whether it is replanned with measured times: where sizes vary, they are not those of one step."""
-        return self.descriptions[0].settings.calibrates and not self.sizes
+        """Whether it is replanned with measured times. Where sizes vary, they are not those of one step; the clock of
+        a chain knows the usual order of calls alone."""
+        return self.descriptions[0].settings.calibrates and not self.sizes and self.order is None
 
     @property
     def records(self) -> bool:
@@ -213,7 +214,7 @@ class ChainPlanning:
             CallDescription(d.step, d.edges, d.variant_maker, w, d.step_of, reserves, d.may_save_more, d.checkpointed)
             for d, w in zip(descriptions, written, strict=True)
         ]
-        return ChainSearch(calls, edge_memory, self._scheduler, self.rates, self.host_bytes)
+        return ChainSearch(calls, edge_memory, self._scheduler, self.rates, self.host_bytes, self.order)
 
     def _scheduler(self, step: TrainingStep) -> Scheduler:
         return self.scheduler_for(self.rates, self.host_bytes)(step)
@@ -264,8 +265,7 @@ class ChainPlanning:
     def _gap_ms(self, seen: Seen) -> dict[str, float]:
         """Time between the calls, by the empty segment that stands there."""
         scale = volume_of(self.sizes) / seen.volume if self.sizes and seen.volume else 1.0
-        last = len(self.descriptions) - 1
-        return {TURN if at == ("backward", last) else entry_of(*at): ms * scale for at, ms in seen.gap_ms().items()}
+        return {self.chain.gap_before(at): ms * scale for at, ms in seen.gap_ms().items()}
 
     def _seen_extra_memory(self, compiled: ChainChoice, seen: Seen) -> ExtraMemory:
         """Memory outside the graphs in the first steps under a budget (``TrackedGraph.at_first``)."""
@@ -478,6 +478,7 @@ class ChainPlanning:
             spare_bytes=self.spare_of(schedule),
             least=least,
             costs_time=any(schedule.offload) or any(self.numbers),
+            order=self.order,
         )
 
     def spare_of(self, schedule: Schedule) -> int:

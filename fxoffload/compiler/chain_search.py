@@ -26,6 +26,7 @@ from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.simulate import Simulation
 from fxoffload.planner.steps import TrainingStep
+from fxoffload.step.call_order import CallOrder
 from fxoffload.step.edges import EdgeMemory, Edges
 from fxoffload.step.readings import PHASES
 from fxoffload.step.segment_names import TURN
@@ -150,6 +151,7 @@ class ChainSearch:
         scheduler: of a step.
         rates: of the machine.
         host_bytes: most bytes on the host.
+        order: of the calls; None: the forwards, then the backwards in reverse.
 
     Attributes:
         calls, edge_memory: those.
@@ -164,8 +166,10 @@ class ChainSearch:
         scheduler: Callable[[TrainingStep], Scheduler],
         rates: ProfileRates,
         host_bytes: int | None,
+        order: CallOrder | None = None,
     ) -> None:
         self.calls = list(calls)
+        self._order = order
         self.edge_memory = list(edge_memory)
         self._scheduler = scheduler
         self._rates = rates
@@ -351,7 +355,7 @@ class ChainSearch:
             members = [(k, n) for k, n in members if n in known[k]]
             if members:
                 edge_memory.append(replace(item, members=tuple(members)))
-        chain = concatenate(steps, edge_memory)
+        chain = concatenate(steps, edge_memory, self._order)
         if self.gap_ms or TURN in dict(self.extra_memory.gaps):
             chain = chain.with_step(measured_step(with_turn(chain.step), dict.fromkeys(PHASES, self.gap_ms)))
         return chain.with_extra_memory(self.extra_memory)

@@ -47,7 +47,7 @@ def plan_chain(
     refs = tuple(weakref.ref(t) for t in tracked_graphs)
     if meanwhile is not None and (quick := planning.quick()) is not None:
         log.info("planned %d calls as they are compiled in %.1f s", len(descriptions), time.perf_counter() - began)
-        meanwhile(ChainPlan(refs, planning.choices(quick), sizes=planning.sizes))
+        meanwhile(ChainPlan(refs, planning.choices(quick), sizes=planning.sizes, order=seen.order))
     schedule = planning.run()
     background.check()
     if planning.checkpointing is not None:
@@ -59,7 +59,7 @@ def plan_chain(
     if meanwhile is None or plan.prepare is None or not planning.may_compile_during_steps():
         return plan
     if (until := planning.choices_until_compiled()) is not None:
-        meanwhile(ChainPlan(refs, until, sizes=planning.sizes))
+        meanwhile(ChainPlan(refs, until, sizes=planning.sizes, order=seen.order))
     try:
         planning.compile_variants(during_steps=True)
     except Exception as error:

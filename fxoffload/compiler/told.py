@@ -34,8 +34,8 @@ def checkpointing_stays() -> None:
 def irregular_steps(budget_bytes: int) -> None:
     """No plan for the step is made, though there is a budget."""
     tell.warn(
-        "expected steps that run the same compiled graphs, each once, and then their backwards in reverse, to plan for "
-        f"an activation_budget of {format_bytes(budget_bytes)}; found none that came twice in a row. Such steps run "
+        "expected steps that run the same compiled graphs forward and backward in the same order, to plan for an "
+        f"activation_budget of {format_bytes(budget_bytes)}; found none that came twice in a row. Such steps run "
         "without a plan for all of them, and the budget is not checked",
     )
 

@@ -1,11 +1,12 @@
-"""Several calls of compiled graphs as one step: the forwards in order, then the backwards in reverse.
+"""Several calls of compiled graphs as one step: the forwards in order, then the backwards in reverse, or as a
+``CallOrder`` has them.
 
 A storage inside one call is taken as it is. A value that passes between calls is one storage in the chain: a layer's
 output is the next layer's saved input, and the gradient of one is the tangent of the other. It lives as long as it was
 seen to (``fxoffload.step.edges.EdgeMemory``).
 
 An empty segment stands for the entry of each forward call: values that only its caller makes are allocated there. One
-more stands for the entry of each backward call but the first.
+more stands for the entry of each backward call but the first; under a ``CallOrder``, of the first as well.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from dataclasses import dataclass, replace
 
 from fxoffload.planner.program import Program, program_of
 from fxoffload.planner.steps import SegmentStep, StorageInfo, Take, TrainingStep
+from fxoffload.step.call_order import CallOrder
 from fxoffload.step.choice import Windows
-from fxoffload.step.edges import EdgeMemory, Moment
+from fxoffload.step.edges import CallAt, EdgeMemory, Moment
 from fxoffload.step.readings import PHASES, Phase
 from fxoffload.step.segment_names import TURN, entry_of, segment_of
 
@@ -51,6 +53,7 @@ class Chain:
         sizes: per call, its segments forward and backward.
         extra_memory: the part of the working sets of ``step`` outside the graphs (``fxoffload.planner.extra_memory``).
         turn_bytes: the part of the first backward segment's working set that is for the turn alone.
+        order: of the calls; None: the forwards, then the backwards in reverse.
     """
 
     step: TrainingStep
@@ -60,6 +63,12 @@ class Chain:
     sizes: tuple[tuple[int, int], ...]
     extra_memory: ExtraMemory = NO_EXTRA_MEMORY
     turn_bytes: int = 0
+    order: CallOrder | None = None
+
+    def gap_before(self, at: CallAt) -> str:
+        """The empty segment that stands before a call."""
+        is_turn = self.order is None and at == ("backward", len(self.sizes) - 1)
+        return TURN if is_turn else entry_of(*at)
 
     def offload_of(self, call: int, offload: Sequence[bool]) -> tuple[bool, ...]:
         """The part of one call of decisions for ``step``: one bool per candidate of the call."""
@@ -127,14 +136,15 @@ class Chain:
 def with_turn(step: TrainingStep, ms: float = 0.0, temp_bytes: int = 0) -> TrainingStep:
     """A step with a segment for the code between the last forward and the first backward.
 
-    Copies go on meanwhile; nothing is released, and all positions stay. A step that has such a segment stays as it is.
+    Copies go on meanwhile; nothing is released, and all positions stay. A step that has such a segment stays as it is,
+    and so does one under a ``CallOrder``: an entry stands there.
 
     Args:
         step: of a graph, or of a chain.
         ms: of that code.
         temp_bytes: that it has at most.
     """
-    if _has_turn(step):
+    if _has_turn(step) or step.runs:
         return step
     turn = SegmentStep(TURN, ms=ms, temp_bytes=temp_bytes, outside_bytes=temp_bytes, is_outside=True)
     return replace(step, forward=(*step.forward, turn))
@@ -144,7 +154,9 @@ def _has_turn(step: TrainingStep) -> bool:
     return any(s.name == TURN for s in step.forward)
 
 
-def concatenate(calls: Sequence[TrainingStep], edge_memory: Iterable[EdgeMemory] = ()) -> Chain:
+def concatenate(
+    calls: Sequence[TrainingStep], edge_memory: Iterable[EdgeMemory] = (), order: CallOrder | None = None
+) -> Chain:
     """Make one step of many.
 
     Args:
@@ -155,12 +167,18 @@ def concatenate(calls: Sequence[TrainingStep], edge_memory: Iterable[EdgeMemory]
     Raises:
         ValueError: a call has no segments, or ``edge_memory`` names what no call has.
     """
-    return _ChainBuilder(calls, edge_memory).build()
+    return _ChainBuilder(calls, edge_memory, order).build()
 
 
 class _ChainBuilder:
-    def __init__(self, calls: Sequence[TrainingStep], edge_memory: Iterable[EdgeMemory]) -> None:
+    def __init__(
+        self, calls: Sequence[TrainingStep], edge_memory: Iterable[EdgeMemory], order: CallOrder | None
+    ) -> None:
         self.calls = list(calls)
+        self.order = order
+        self.backwards = tuple(reversed(range(len(self.calls)))) if order is None else order.backwards
+        if len(self.backwards) != len(self.calls):
+            raise ValueError(f"expected the order of {len(self.calls)} calls, found that of {len(self.backwards)}")
         if not self.calls or not all(s.forward and s.backward for s in self.calls):
             raise ValueError("expected calls with segments both ways, found one without")
         self.programs: list[Program] = [program_of(s) for s in self.calls]
@@ -168,8 +186,8 @@ class _ChainBuilder:
         self.forward, self.backward, self.ranks = [0], [0] * len(self.calls), [0] * len(self.calls)
         for step in self.calls:
             self.forward.append(self.forward[-1] + 1 + len(step.forward))
-        at = rank = 0
-        for k in range(len(self.calls) - 1, -1, -1):
+        at, rank = int(order is not None), 0
+        for k in self.backwards:
             self.backward[k], self.ranks[k] = at, rank
             at += len(self.calls[k].backward) + 1  # the next one's entry
             rank += len(self.calls[k].backward) + 1
@@ -227,7 +245,7 @@ class _ChainBuilder:
         plain = StorageInfo(name, nbytes)
         mover = self._mover(members, edge_memory.until)
         if mover is not None:
-            self._add_candidate(mover, name, nbytes, edge_memory.until)
+            self._add_candidate(mover, name, nbytes, edge_memory)
             if info.is_input and not self.made[name].is_input:
                 self.down_writes[self.forward[first]].append(name)
             return
@@ -246,7 +264,7 @@ class _ChainBuilder:
         if edge_memory.until is not None:
             self._hold(name, edge_memory.until)
         elif info.is_tangent:
-            self._hold(name, Moment("backward", 0))
+            self._hold(name, Moment("backward", self.backwards[-1]))
         self.made[name] = replace(
             plain,
             is_output=info.is_output and edge_memory.until is None,
@@ -259,6 +277,8 @@ class _ChainBuilder:
         if len(candidates) != 1:
             return None
         k, own = candidates[0]
+        if not all(self._comes_first(Moment("forward", j), k) for j, _ in members):
+            return None  # its backward may have run by then
         info = self.infos[k][own]
         if not info.is_input:
             return (k, own)
@@ -266,11 +286,15 @@ class _ChainBuilder:
             return (k, own)  # the caller's: to move it frees nothing, and the solver knows
         taken = any(t.storage == own for t in self._takes(k))
         elsewhere = any(n in s.reads for j, n in members if (j, n) != (k, own) for s in self.calls[j].backward)
-        is_freed = until is not None and until.phase == "forward"
+        is_freed = until is not None and until.phase == "forward" and self._comes_first(until, k)
         return (k, own) if is_freed and taken and not elsewhere else None
 
-    def _add_candidate(self, mover: tuple[int, str], name: str, nbytes: int, until: Moment | None) -> None:
-        k, own = mover
+    def _comes_first(self, moment: Moment, call: int) -> bool:
+        """Whether it comes before the backward of a call."""
+        return moment.is_before(Moment("backward", call), None if self.order is None else self.order.positions)
+
+    def _add_candidate(self, mover: tuple[int, str], name: str, nbytes: int, edge_memory: EdgeMemory) -> None:
+        (k, own), until = mover, edge_memory.until
         info = self.infos[k][own]
         caller_until, copied_after = None, info.copied_after
         if copied_after is not None:
@@ -293,7 +317,7 @@ class _ChainBuilder:
             rank=self.ranks[k] + self.programs[k].candidates.rank[number],
             caller_until=caller_until,
             # A value that is held to the step's end is mostly a leaf, as a batch is, and so waited for.
-            watched=caller_until is not None and until is not None,
+            watched=caller_until is not None and until is not None and edge_memory.watched,
         )
 
     def _keep(self, call: int, own: str, name: str) -> None:
@@ -317,12 +341,12 @@ class _ChainBuilder:
         backward: list[SegmentStep] = []
         takes: list[Take] = []
         releases: list[int] = []
-        end = self.backward[0] + len(self.calls[0].backward)
+        end = self._last_backward(self.backwards[-1]) + 1
         for k, step in enumerate(self.calls):
             forward.append(SegmentStep(entry_of("forward", k), is_outside=True))
             forward.extend(self._named(k, s) for s in step.forward)
             releases.extend(self.forward[k] + i for i, found in enumerate(self.programs[k].releases) if found)
-        for k in range(len(self.calls) - 1, -1, -1):
+        for k in self.backwards:
             step, offset = self.calls[k], self.backward[k]
             if offset:
                 backward.append(SegmentStep(entry_of("backward", k), is_outside=True))
@@ -338,6 +362,7 @@ class _ChainBuilder:
             backward=tuple(_with(backward, self.up_reads, self.up_writes)),
             takes=tuple(takes),
             releases=tuple(releases),
+            runs=self._runs(),
         )
         candidates = tuple(
             tuple(
@@ -346,7 +371,17 @@ class _ChainBuilder:
             for k, call in enumerate(self.calls)
         )
         sizes = tuple((len(s.forward), len(s.backward)) for s in self.calls)
-        return Chain(step, tuple(self.forward[:-1]), tuple(self.backward), candidates, sizes)
+        return Chain(step, tuple(self.forward[:-1]), tuple(self.backward), candidates, sizes, order=self.order)
+
+    def _runs(self) -> tuple[tuple[int, int], ...]:
+        """How many segments run both ways in turn, with the entries."""
+        return tuple(
+            (
+                sum(len(self.calls[k].forward) + 1 for k in forwards),
+                sum(len(self.calls[k].backward) + 1 for k in backwards),
+            )
+            for forwards, backwards in (() if self.order is None else self.order.runs)
+        )
 
     def _in_order(self) -> Iterable[StorageInfo]:
         """Candidates first, in the order of their calls and there as the call has them: so they are copied."""

@@ -35,24 +35,33 @@ def extra_memory_when_calls_begin(
     if not live_bytes:
         return NO_EXTRA_MEMORY
     known: dict[CallAt, int] = {}
-    turn, last = len(chain.step.forward), len(chain.sizes) - 1
-    for call, (down, up) in enumerate(zip(chain.forward, chain.backward, strict=True)):
+    entries = _entries(chain, graphs)
+    for call in range(len(chain.sizes)):
         # Compare with the memory after the entry, or after the turn. There the caller's inputs for the call exist, no
         # reload has begun, and copies to the host have ended and freed their sources.
-        known["forward", call] = graphs.boundaries[down].after_bytes
-        known["backward", call] = graphs.boundaries[turn + up].after_bytes
+        for phase in PHASES:
+            known[phase, call] = entries[phase, call].after_bytes
     found = {at: max(nbytes - known[at], 0) for at, nbytes in live_bytes.items()}
     gaps = []
     for (phase, call), nbytes in gap_bytes.items():
         more = nbytes + found.get((phase, call), 0)
-        if (phase, call) == ("backward", last):
+        entry = entries[phase, call]
+        if entry.segment == TURN:
             gaps.append((TURN, more))
         else:
             # The inputs made for the call in this gap do not exist yet when the segment of the entry begins.
-            entry = graphs.boundaries[chain.forward[call] if phase == "forward" else turn + chain.backward[call]]
             gaps.append((entry.segment, more + max(entry.after_bytes - entry.live_bytes, 0)))
     calls = tuple(tuple(found.get((phase, k), 0) for k in range(len(chain.sizes))) for phase in PHASES)
     return ExtraMemory(calls, tuple((name, nbytes) for name, nbytes in gaps if nbytes))
+
+
+def _entries(chain: Chain, graphs: Simulation) -> dict[CallAt, Boundary]:
+    """The empty segment before each call."""
+    found = {(b.phase, b.segment): b for b in graphs.boundaries if lies_between(b.segment)}
+    turn = ("forward", TURN)
+    calls: list[CallAt] = [(phase, call) for phase in PHASES for call in range(len(chain.sizes))]
+    names = {at: chain.gap_before(at) for at in calls}
+    return {at: found[turn if name == TURN else (at[0], name)] for at, name in names.items()}
 
 
 def raised(extra_memory: ExtraMemory, nbytes: int, num_calls: int) -> ExtraMemory:

@@ -44,18 +44,18 @@ def storages_of(step: TrainingStep, fixed: Mapping[str, bool] | None = None) -> 
 def other_bytes(step: TrainingStep) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Per forward and per backward segment, the most bytes of storages that are no candidates while it runs."""
     program = program_of(step)
-    num = len(step.forward)
+    before, after = program.fixed_before, program.fixed_after
     forward = [
-        max(program.fixed_before[i] + s.temp_bytes - program.made[i], program.fixed_after[i])
-        for i, s in enumerate(step.forward)
+        max(before[at] + s.temp_bytes - made, after[at])
+        for at, made, s in zip(program.forward_at, program.made, step.forward, strict=True)
     ]
     dying = [0] * (len(step.backward) + 1)
     c = program.candidates
     for i, at in enumerate(c.last_read_backward):
         dying[at] += c.held_bytes[i]
     backward = [
-        max(program.fixed_before[num + i] + s.temp_bytes, program.fixed_after[num + i] - dying[i])
-        for i, s in enumerate(step.backward)
+        max(before[at] + s.temp_bytes, after[at] - died)
+        for at, died, s in zip(program.backward_at, dying, step.backward, strict=False)
     ]
     return tuple(max(0, b) for b in forward), tuple(max(0, b) for b in backward)
 
@@ -83,4 +83,5 @@ def problem_of(
         d2h_bytes_per_ms=rates.bytes_per_ms("d2h"),
         h2d_bytes_per_ms=rates.bytes_per_ms("h2d"),
         host_bytes=host_bytes,
+        runs=step.runs,
     )

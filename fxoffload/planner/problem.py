@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,7 @@ class Problem:
         forward_bytes, backward_bytes: per segment, the most that everything but the storages takes while it runs.
         d2h_bytes_per_ms, h2d_bytes_per_ms: rates of the link.
         host_bytes: most bytes on the host; None: no bound.
+        runs: as of ``TrainingStep``.
 
     Raises:
         ValueError: it contradicts itself.
@@ -111,6 +113,7 @@ class Problem:
     d2h_bytes_per_ms: float
     h2d_bytes_per_ms: float
     host_bytes: int | None = None
+    runs: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.forward_ms) != len(self.forward_bytes) or len(self.backward_ms) != len(self.backward_bytes):
@@ -150,6 +153,33 @@ class Problem:
         """Whether a storage must be offloaded, but so late that it is still on the device when the backward begins. It
         counts as kept; but for the host."""
         return storage.fixed is True and storage.held_bytes > 0 and storage.copy_after == len(self.forward_ms) - 1
+
+    @cached_property
+    def backward_after(self) -> list[int]:
+        """Per forward segment, the first backward segment that runs after it."""
+        found, ran = [], 0
+        for forward, backward in self.runs or ((len(self.forward_ms), 0),):
+            found.extend([ran] * forward)
+            ran += backward
+        return found
+
+    @cached_property
+    def forward_after(self) -> list[int]:
+        """Per backward segment, the first forward segment that runs after it; len(forward): none does. The last entry
+        is that of the step's end."""
+        found, ran = [], 0
+        for forward, backward in self.runs or ((len(self.forward_ms), len(self.backward_ms)),):
+            ran += forward
+            found.extend([ran] * backward)
+        return [*found, ran]
+
+    @cached_property
+    def reloads_until(self) -> list[int]:
+        """Per backward segment, the first one after it that nothing is reloaded for yet: a later run's."""
+        found = []
+        for _, backward in self.runs or ((0, len(self.backward_ms)),):
+            found.extend([len(found) + backward] * backward)
+        return found
 
     @property
     def compute_ms(self) -> float:

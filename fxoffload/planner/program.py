@@ -54,8 +54,8 @@ class Program:
 
     Attributes:
         candidates: that the decisions are about.
-        fixed_before, fixed_after: bytes that no decision changes, right before and right after each segment, first of
-            the forward, then of the backward.
+        fixed_before, fixed_after: bytes that no decision changes, right before and right after each segment, in the
+            order in which they run.
         gradients_before, gradients_after: the part of these that the backward returns.
         made: bytes of candidates that each forward segment allocates.
         offloads: per forward segment, and at [0] for the entry, its offload ops as candidates.
@@ -64,6 +64,10 @@ class Program:
         in_head: whether the prefetch before each backward segment stands in a heavy head; at [0] for that at the top.
         awaited: with the same positions as ``offloads``: the caller's candidates whose copies are waited for there.
         is_gap: per backward segment, whether it stands for the code between two calls of a chain.
+        drops: per backward segment, whether the sources of all copies are dropped after it.
+        runs: forward and backward segments, in turn as they run.
+        forward_at, backward_at: per segment, its position among all in the order in which they run.
+        first_take: per candidate, the backward segment that first takes it; len(backward): none does.
     """
 
     candidates: Candidates
@@ -78,6 +82,11 @@ class Program:
     in_head: list[bool]
     awaited: list[list[int]]
     is_gap: list[bool]
+    drops: list[bool]
+    runs: list[tuple[range, range]]
+    forward_at: list[int]
+    backward_at: list[int]
+    first_take: list[int]
 
 
 _PROGRAMS: weakref.WeakKeyDictionary[TrainingStep, Program] = weakref.WeakKeyDictionary()
@@ -122,6 +131,8 @@ class _ProgramBuilder:
     def __init__(self, step: TrainingStep) -> None:
         self.step = step
         self.num_forward, self.num_backward = len(step.forward), len(step.backward)
+        self.runs = step.ranges
+        self.forward_at, self.backward_at = self._positions()
         self.down, self.up = _Uses(step.forward), _Uses(step.backward)
         self._check()
         self.takes = step.takes if step.takes is not None else self._usual_takes()
@@ -130,12 +141,30 @@ class _ProgramBuilder:
         # The executor drops values at once that the partitioner saved without need.
         self.unread = {c.name for c in self.all if c.name not in taken and not c.is_input}
 
+    def _positions(self) -> tuple[list[int], list[int]]:
+        """Of each segment, forward and backward, among all in the order in which they run."""
+        if [sum(len(run[i]) for run in self.runs) for i in (0, 1)] != [self.num_forward, self.num_backward]:
+            raise ValueError("expected runs of all segments, found more or fewer")
+        for forward, backward in self.runs if self.step.runs else ():
+            if not forward or not backward or not lies_between(self.step.backward[backward.start].name):
+                raise ValueError("expected runs that begin between two calls, found an empty one or one that does not")
+        down, up = [], []
+        for forward, backward in self.runs:
+            down.extend(range(len(down) + len(up), len(down) + len(up) + len(forward)))
+            up.extend(range(len(down) + len(up), len(down) + len(up) + len(backward)))
+        return down, up
+
     def _check(self) -> None:
         known = {s.name: s for s in self.step.storages}
         if len(known) != len(self.step.storages):
             raise ValueError("expected storages of different names, found two of one name")
         made: set[str] = {s.name for s in known.values() if s.is_input}
-        for part, segments in (("forward", self.step.forward), ("backward", self.step.backward)):
+        parts = [
+            (part, segments[run[i].start : run[i].stop])
+            for run in self.runs
+            for i, (part, segments) in enumerate((("forward", self.step.forward), ("backward", self.step.backward)))
+        ]
+        for part, segments in parts:
             if part == "backward":
                 made |= {s.name for s in known.values() if s.is_tangent}
             for segment in segments:
@@ -181,6 +210,11 @@ class _ProgramBuilder:
         takes: list[list[tuple[int, int]]] = [[] for _ in range(self.num_backward + 1)]
         for take in self.takes:
             takes[take.before].append((number[take.storage], take.last_reader))
+        first_take = [self.num_backward] * len(self.all)
+        for at in range(self.num_backward - 1, -1, -1):
+            for i, _ in takes[at]:
+                first_take[i] = at
+        is_gap = [lies_between(s.name) for s in self.step.backward]
         return Program(
             self._candidates(),
             before,
@@ -193,8 +227,25 @@ class _ProgramBuilder:
             takes,
             self._in_head(),
             awaited,
-            [lies_between(s.name) for s in self.step.backward],
+            is_gap,
+            self._drops(takes, is_gap),
+            self.runs,
+            self.forward_at,
+            self.backward_at,
+            first_take,
         )
+
+    def _drops(self, takes: list[list[tuple[int, int]]], is_gap: list[bool]) -> list[bool]:
+        """Each call that takes anything drops all sources after its first segment. In a step of one run, only the
+        first call finds any."""
+        found = [False] * self.num_backward
+        if not self.step.runs:
+            found[:1] = [any(takes)] * min(1, self.num_backward)
+            return found
+        begins = [at + 1 for at, gap in enumerate(is_gap) if gap]
+        for begin, end in zip(begins, [*(at - 1 for at in begins[1:]), self.num_backward + 1], strict=True):
+            found[begin] = any(takes[begin:end])
+        return found
 
     def _due(self, storage: StorageInfo) -> int:
         if storage.copied_after is not None:
@@ -243,11 +294,11 @@ class _ProgramBuilder:
 
     # -- bytes that no decision changes --------------------------------------------------------------------------------
 
-    # A life is (start, stop, bytes) on a line with two points for each segment, forward and backward counted through:
-    # 2 g right before segment g, 2 g + 1 right after it.
+    # A life is (start, stop, bytes) on a line with two points for each segment, in the order in which they run: 2 g
+    # right before segment g, 2 g + 1 right after it.
 
     def _fixed_lives(self, due: dict[str, int]) -> list[tuple[int, int, int]]:
-        begin, end = 2 * self.num_forward, 2 * (self.num_forward + self.num_backward)
+        begin, end = 2 * (self.backward_at[0] if self.backward_at else self.num_forward), 2 * self._num_segments
         candidates = {c.name for c in self.all} - self.unread
         lives = []
         for storage in self.step.storages:
@@ -255,31 +306,39 @@ class _ProgramBuilder:
             if storage.is_input or name in candidates:
                 continue
             if storage.is_tangent:
-                stop = begin + 2 * self.up.last_read.get(name, -1) + 1 if self.step.frees_tangents else end
+                stop = self._after(self.up.last_read.get(name), self.backward_at) if self.step.frees_tangents else end
                 lives.append((begin, max(stop, begin), storage.nbytes))
             elif name in self.down.first_write:
                 last = max(self.down.last_read.get(name, -1), self.down.last_write[name], due.get(name, -1))
-                stop = 2 * last + 1
-                if name in self.up.last_read:
-                    stop = begin + 2 * self.up.last_read[name] + 1
+                stop = max(
+                    self._after(last, self.forward_at), self._after(self.up.last_read.get(name), self.backward_at)
+                )
                 if storage.is_output:
                     stop = end if self.step.holds_outputs else max(stop, begin)
-                lives.append((2 * self.down.first_write[name] + 1, stop, storage.nbytes))
+                lives.append((2 * self.forward_at[self.down.first_write[name]] + 1, stop, storage.nbytes))
             elif name in self.up.first_write:
                 last = max(self.up.last_read.get(name, -1), self.up.last_write[name])
-                stop = end if storage.is_gradient else begin + 2 * last + 1
-                lives.append((begin + 2 * self.up.first_write[name] + 1, stop, storage.nbytes))
+                stop = end if storage.is_gradient else self._after(last, self.backward_at)
+                lives.append((2 * self.backward_at[self.up.first_write[name]] + 1, stop, storage.nbytes))
         return lives
 
+    @property
+    def _num_segments(self) -> int:
+        return self.num_forward + self.num_backward
+
+    @staticmethod
+    def _after(segment: int | None, positions: list[int]) -> int:
+        """Right after a segment; -1: there is none."""
+        return -1 if segment is None else 2 * positions[segment] + 1
+
     def _gradient_lives(self) -> list[tuple[int, int, int]]:
-        begin, end = 2 * self.num_forward, 2 * (self.num_forward + self.num_backward)
         made = self.up.first_write
         gradients = [s for s in self.step.storages if s.is_gradient and s.name in made]
-        return [(begin + 2 * made[s.name] + 1, end, s.nbytes) for s in gradients]
+        return [(2 * self.backward_at[made[s.name]] + 1, 2 * self._num_segments, s.nbytes) for s in gradients]
 
     def _sums(self, lives: list[tuple[int, int, int]]) -> tuple[list[int], list[int]]:
         """Bytes right before and right after each segment. A segment's own results exist right after it in any case."""
-        changes = [0] * (2 * (self.num_forward + self.num_backward) + 2)
+        changes = [0] * (2 * self._num_segments + 2)
         for start, stop, nbytes in lives:
             changes[start] += nbytes
             changes[max(stop, start + 1)] -= nbytes

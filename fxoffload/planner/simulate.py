@@ -13,6 +13,8 @@ The rules are the executor's (``fxoffload.runtime.outer_program``) and the copy 
 - Then reloads are asked for, in the order of need, before each segment, as many as the prefetch window holds. They
   start after all work that compute has been given so far. In a chain, the reloads at a call's top start after the work
   between that call and the call before it.
+- Where forwards begin after backwards (``TrainingStep.runs``), a run of backwards takes back and reloads its own values
+  alone. The first segment of each call drops all sources that are left.
 - A segment waits for the values it reads. A value that was not asked for until then is asked for, and waited for, at
   once.
 
@@ -25,7 +27,7 @@ forwards have left in the save order.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -111,8 +113,8 @@ class Simulation:
             a segment makes to return counts while it runs.
         peak_segment: name of the segment in which the peak is.
         peak_phase: "forward" or "backward".
-        forward_ms: from the beginning to the forward's end on the compute stream.
-        backward_ms: from there to the backward's.
+        forward_ms: of the forwards, on the compute stream.
+        backward_ms: of the backwards. Each of both includes the code before it.
         exposed_ms: time that compute waited for copies.
         bytes_offloaded: copied to the host, including values that are taken back later.
         bytes_reloaded: copied back.
@@ -232,8 +234,9 @@ def simulate(
     run = _Run(program, copies, in_flight_budget, prefetch_budget, windows)
     follows = in_flight_budget is None and prefetch_budget is None and windows is None
     run.decide(decisions, keeps_turn=follows and not step.followed)
-    run.forward(step.forward)
-    run.backward(step.backward)
+    for forward, backward in program.runs:
+        run.forward(step.forward, forward)
+        run.backward(step.backward, backward)
     return run.result()
 
 
@@ -264,7 +267,7 @@ class _Run:
         self.ahead_bytes = 0
         self.reclaimed_bytes = 0
         self.offloaded = self.reloaded = self.reclaimed = self.kept_for_backward = self.misses = 0
-        self.forward_ms = self.outside_ms = 0.0
+        self.forward_ms = self.backward_ms = self.outside_ms = 0.0
         self.boundaries: list[Boundary] = []
         self.peak = self.peak_without_gradients = 0
         self.peak_at: tuple[str, str] = ("", "")
@@ -274,6 +277,11 @@ class _Run:
         self.reload_end = [0.0] * len(candidates.names)
         self.state = [_AWAY] * len(candidates.names)
         self.is_backward = False
+        self.num_run = 0  # forward segments
+        # Sources that were waited for before their last reader ran die in that reader.
+        self.dies_forward = [0] * len(program.made)
+        # Bytes of candidates that die in each backward segment; [-1]: those that do not.
+        self.dies = [0] * len(program.takes)
         self.recording = _Recording(candidates.names, candidates.labels, candidates.moved_bytes, self.link, [], [])
 
     def decide(self, decisions: Sequence[bool], *, keeps_turn: bool) -> None:
@@ -284,6 +292,9 @@ class _Run:
             self.moves.append(bool(offload and nbytes and not stays))
             if offload and nbytes and stays:
                 self.kept_for_backward += held or nbytes
+        for moves, at, held in zip(self.moves, c.last_read_backward, c.held_bytes, strict=True):
+            if not moves:
+                self.dies[at] += held
 
     # -- shared --------------------------------------------------------------------------------------------------------
 
@@ -293,9 +304,9 @@ class _Run:
             self.recording.waits.append((self.now, until, way, at))
             self.now = until
 
-    def _call(self, phase: Literal["forward", "backward"], segment: SegmentStep, at: int, saved_after: int) -> None:
-        """Run a segment. ``at``: its position, forward and backward counted through."""
-        program = self.program
+    def _call(self, phase: Literal["forward", "backward"], segment: SegmentStep, saved_after: int) -> None:
+        """Run a segment."""
+        program, at = self.program, len(self.boundaries)
         begin = self.now
         self.now = begin + segment.ms
         self.outside_ms += segment.ms * segment.is_outside
@@ -330,15 +341,15 @@ class _Run:
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
-    def forward(self, segments: Sequence[SegmentStep]) -> None:
-        """Run the forward."""
+    def forward(self, segments: Sequence[SegmentStep], run: range) -> None:
+        """Run forward segments."""
         program = self.program
-        # Sources that were waited for before their last reader ran die in that reader.
-        dies = [0] * len(segments)
+        self.is_backward, begin_ms = False, self.now
         largest = before_layers = 0
-        for at in range(-1, len(segments)):
+        for at in range(run.start - (run.start == 0), run.stop):
             if at >= 0:
-                self._call("forward", segments[at], at, self.saved + program.made[at] - dies[at])
+                self._call("forward", segments[at], self.saved + program.made[at] - self.dies_forward[at])
+                self.num_run += 1
             for op in program.offloads[at + 1]:
                 total, paced = self._offload(op)
                 largest = max(largest, paced)
@@ -346,11 +357,11 @@ class _Run:
                     before_layers += total
             if program.releases[at + 1]:
                 budget = self.in_flight_budget if self.windows is None else self.windows.in_flight[at + 1]
-                self._release((largest or before_layers) if budget is None else budget, at, dies)
+                self._release((largest or before_layers) if budget is None else budget)
             last = next((i for i in reversed(program.awaited[at + 1]) if self.moves[i]), None)
             if last is not None:
                 self._wait(self.link.down_end(self.copy_number[last]))
-        self.forward_ms = self.now
+        self.forward_ms += self.now - begin_ms
 
     def _offload(self, op: list[int]) -> tuple[int, int]:
         """Start copies to the host. Returns their bytes, and those that count for the window."""
@@ -370,15 +381,15 @@ class _Run:
         self.offloaded += total
         return total, paced
 
-    def _release(self, limit: int, at: int, dies: list[int]) -> None:
+    def _release(self, limit: int) -> None:
         c, in_flight = self.program.candidates, self.in_flight
         last = -1
         while in_flight and self.in_flight_bytes > limit:
             last = in_flight.popleft()
             self.in_flight_bytes -= c.moved_bytes[last]
             read = c.last_read_forward[last]
-            if read > at:
-                dies[read] += c.held_bytes[last]
+            if read >= self.num_run:
+                self.dies_forward[read] += c.held_bytes[last]
             else:
                 self.saved -= c.held_bytes[last]
         if last >= 0:
@@ -386,46 +397,49 @@ class _Run:
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
-    def backward(self, segments: Sequence[SegmentStep]) -> None:
-        """Run the backward after the forward."""
-        program, c = self.program, self.program.candidates
-        self.is_backward = True
-        first = len(program.made)
-        end = len(segments)
-        # Bytes of candidates that die in each segment; [end]: those that do not.
-        dies = [0] * (end + 1)
-        for i, moves in enumerate(self.moves):
-            if not moves:
-                dies[c.last_read_backward[i]] += c.held_bytes[i]
-        self._reclaim()
-        queue = deque(i for i in c.need_order if self.moves[i])
+    def backward(self, segments: Sequence[SegmentStep], run: range) -> None:
+        """Run the backward segments that follow them. Nothing is reloaded for those of later runs."""
+        program = self.program
+        self.is_backward, begin_ms = True, self.now
+        is_last = run.stop == len(segments)
+        first, gaps = program.first_take, program.is_gap
+        mine = {i for i, at in enumerate(first) if at >= run.start and (at < run.stop or is_last)}
+        queue = deque(i for i in program.candidates.need_order if self.moves[i] and i in mine)
         window = self._window(queue)
-        if any(program.takes):
-            self._prefetch(queue, window, 0)
-        for at, segment in enumerate(segments):
-            self._take(program.takes[at], dies)
-            if not program.is_gap[at]:
+        begins_in_gap = bool(run) and gaps[run.start]
+        if not begins_in_gap:
+            self._reclaim(mine)
+            if any(program.takes):
+                self._prefetch(queue, window, 0)
+        for at in run:
+            self._take(program.takes[at])
+            if not gaps[at]:
                 self._prefetch(queue, window, at + 1)
-            self._call("backward", segment, first + at, self.saved - dies[at])
-            if program.is_gap[at]:
+            self._call("backward", segments[at], self.saved - self.dies[at])
+            if gaps[at]:
+                if at == run.start:
+                    self._reclaim(mine)
                 self._prefetch(queue, window, at + 1)
-            if at == 0 and any(program.takes):
-                self._release(0, first, dies)
-        self._take(program.takes[end], dies)
+            if program.drops[at]:
+                self._release(0)
+        if is_last:
+            self._take(program.takes[-1])
+        self.backward_ms += self.now - begin_ms
 
-    def _reclaim(self) -> None:
-        """Take back the values that are still on the device."""
+    def _reclaim(self, mine: Set[int]) -> None:
+        """Take back those of ``mine`` that are still on the device."""
         c = self.program.candidates
         kept: deque[int] = deque()
         for i in self.in_flight:
-            if c.is_callers[i]:
+            if c.is_callers[i] or i not in mine:
                 kept.append(i)
-            else:
-                self.state[i] = _TAKEN_BACK
-                self.reclaimed += c.moved_bytes[i]
+                continue
+            nbytes = c.moved_bytes[i]
+            self.state[i] = _TAKEN_BACK
+            self.reclaimed += nbytes
+            self.reclaimed_bytes += nbytes
+            self.in_flight_bytes -= nbytes
         self.in_flight = kept
-        self.in_flight_bytes -= self.reclaimed
-        self.reclaimed_bytes = self.reclaimed
 
     def _window(self, moved: deque[int]) -> int:
         if self.prefetch_budget is not None:
@@ -463,7 +477,7 @@ class _Run:
         self.saved += nbytes
         self.reloaded += nbytes
 
-    def _take(self, takes: Sequence[tuple[int, int]], dies: list[int]) -> None:
+    def _take(self, takes: Sequence[tuple[int, int]]) -> None:
         """Let compute wait for the values that a segment is the first to read."""
         c, state, moves = self.program.candidates, self.state, self.moves
         taken_back = reloaded = 0.0
@@ -478,11 +492,11 @@ class _Run:
             if state[i] == _TAKEN_BACK:
                 taken_back = max(taken_back, self.link.down_end(self.copy_number[i]))
                 self.reclaimed_bytes -= c.moved_bytes[i]
-                dies[last_reader] += c.held_bytes[i]
+                self.dies[last_reader] += c.held_bytes[i]
             else:
                 reloaded = max(reloaded, self.reload_end[i])
                 self.ahead_bytes -= c.moved_bytes[i]
-                dies[last_reader] += c.moved_bytes[i]
+                self.dies[last_reader] += c.moved_bytes[i]
             state[i] = _TAKEN
         self._wait(taken_back)
         self._wait(reloaded, "H2D")
@@ -498,7 +512,7 @@ class _Run:
             peak_segment=segment,
             peak_phase=phase,
             forward_ms=self.forward_ms,
-            backward_ms=self.now - self.forward_ms,
+            backward_ms=self.backward_ms,
             exposed_ms=sum(end - begin for begin, end, *_ in self.recording.waits),
             bytes_offloaded=self.offloaded,
             bytes_reloaded=self.reloaded,

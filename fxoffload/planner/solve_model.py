@@ -226,16 +226,25 @@ class Model:
         Per forward segment: made so far; possibly freed so far. Per backward segment: present without reloads; reloads
         that must be back. [-1] of the last list is the end.
         """
-        forward, backward = len(self._problem.forward_ms), len(self._problem.backward_ms)
-        made = self._sums(self._saved(forward, lambda storage: max(storage.made_at, 0)))
+        problem = self._problem
+        forward, backward = len(problem.forward_ms), len(problem.backward_ms)
+        begun, dead_in = problem.backward_after, problem.forward_after
+        there = self._saved(forward + 1, lambda storage: max(storage.made_at, 0))
+        gone = _less(
+            self._saved(forward + 1, lambda i: dead_in[i.dies_at]),
+            self._by_segment(forward + 1, lambda i: dead_in[i.dies_at], lambda i: i.held_bytes),
+        )
+        made = self._sums(_less(there, gone)[:forward])
         freed = self._sums(self._by_segment(forward + 1, lambda i: i.freed_before, lambda i: i.held_bytes))
         # Kept bytes less dead ones; where a storage moved, less the bytes of it that were not kept.
-        kept = self._saved(1, lambda storage: 0)[0]
-        kept.update({v: -f for v, f in self._moving(lambda storage: storage.held_bytes).items()})
+        kept = _less(
+            self._saved(backward + 1, lambda i: begun[max(i.made_at, 0)]),
+            self._by_segment(backward + 1, lambda i: begun[max(i.made_at, 0)], lambda i: i.held_bytes),
+        )
         dead = self._saved(backward + 1, lambda storage: storage.dies_at)
         more = self._by_segment(backward + 1, lambda i: i.dies_at, lambda i: i.moved_bytes - i.held_bytes)
-        changes = [kept, *({v: -f for v, f in (*a.items(), *b.items())} for a, b in zip(dead, more, strict=True))]
-        base = self._sums(changes[:backward])
+        changes = [{}, *({v: f for v, f in (*a.items(), *b.items())} for a, b in zip(dead, more, strict=True))]
+        base = self._sums(_less(kept, changes)[:backward])
         _, sizes = self._extra()
         there = [{v: 1.0, **extra} for v, extra in zip(base, sizes, strict=True)]
         needs = self._sums(self._by_segment(backward + 1, lambda i: i.needed_at, lambda i: i.moved_bytes))
@@ -285,6 +294,8 @@ class Model:
             self._row({end: 1.0, begin: -1.0}, 0.0, np.inf)
             if reloaded is not None:
                 self._row({begin: 1.0, reloaded: -1.0}, 0.0, np.inf)
+            if problem.runs:
+                self._row({end: 1.0, needs[problem.reloads_until[at] - 1]: -1.0}, -np.inf, 0.0)
             self._fits({**there[at], end: 1.0}, problem.backward_bytes[at])
             reloaded = end
         wait = self._flow()
@@ -360,6 +371,15 @@ class Model:
             [[float(result.x[v]) for v in choose] for choose in self._choose],
             [float(result.x[v]) for v in self._move],
         )
+
+
+def _less(terms: Sequence[Terms], others: Iterable[Terms]) -> list[Terms]:
+    """Per segment, the difference. Those variables come first that ``terms`` has."""
+    found = [dict(t) for t in terms]
+    for into, other in zip(found, others, strict=False):
+        for v, f in other.items():
+            into[v] = into.get(v, 0.0) - f
+    return found
 
 
 def _minus(variable: int | None) -> Terms:

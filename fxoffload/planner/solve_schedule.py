@@ -6,6 +6,8 @@ The model, for a choice and a memory of M bytes. Copies are a flow, not single t
   that were copied and are read no more. Compute waits until enough has been copied. As soon as possible is best for
   copies, as late as possible for waits: no other order is ever shorter.
 - At the turn all copies are done; the caller's memory is copied whenever nothing else is.
+- Where forwards begin after backwards, a storage takes bytes only from its own forward to its own backward. The flow of
+  copies is the same, over all forwards and then all backwards. But nothing is reloaded for later runs of backwards.
 - Up: reloads run from the beginning of the backward, in the order of need, as far ahead as M allows now and later.
   Before a backward segment runs, all storages that it and its predecessors need must be back.
 """
@@ -42,8 +44,9 @@ class Loads:
         self._ready = [0] * (forward + 1)
         self._freed = [0] * (forward + 1)
         self._inputs = 0  # offloaded bytes of the caller's memory
-        self._kept = 0
+        self._kept = [0] * (backward + 1)  # kept bytes that appear
         self._dies = [0] * (backward + 2)
+        self._gone = [0] * (forward + 1)  # kept bytes that died in backwards before
         self._needs = [0] * (backward + 1)
         self._backward_ms = list(problem.backward_ms)
         self._backward_bytes = list(problem.backward_bytes)
@@ -90,8 +93,9 @@ class Loads:
         if offload:
             self.moved += moved
         if not offload or self.problem.is_taken_back(storage):
-            self._kept += held
+            self._kept[self.problem.backward_after[max(storage.made_at, 0)]] += held
             self._dies[storage.dies_at + 1] += held
+            self._gone[self.problem.forward_after[storage.dies_at]] += held
             return
         self._dies[storage.dies_at + 1] += moved
         self._needs[storage.needed_at] += moved
@@ -107,12 +111,13 @@ class Loads:
 
     def _backward_base(self) -> list[int]:
         """Per backward segment, all bytes but for reloads: minus those that were reloaded and died."""
-        dead = accumulate(self._dies)
-        return [self._kept - d + b for d, b in zip(dead, self._backward_bytes, strict=False)]
+        sums = zip(accumulate(self._kept), accumulate(self._dies), self._backward_bytes, strict=False)
+        return [kept - dead + nbytes for kept, dead, nbytes in sums]
 
     def least_bytes(self) -> int:
         """The bytes below which no waiting helps."""
-        present = [m - f for m, f in zip(accumulate(self._made), accumulate(self._freed), strict=True)]
+        sums = zip(accumulate(self._made), accumulate(self._freed), accumulate(self._gone), strict=True)
+        present = [made - freed - gone for made, freed, gone in sums]
         forward = [p + b for p, b in zip(present, self.problem.forward_bytes, strict=False)]
         backward = [b + n for b, n in zip(self._backward_base(), accumulate(self._needs), strict=False)]
         return max((*forward, *backward), default=0)
@@ -123,8 +128,9 @@ class Loads:
         needs = list(accumulate(self._needs))
         if any(n > r for n, r in zip(needs, room, strict=False)):
             return None
+        until = self.problem.reloads_until
         for at in range(len(room) - 2, -1, -1):
-            room[at] = min(room[at], room[at + 1])
+            room[at] = min(room[at], room[at + 1] if until[at] == until[at + 1] else needs[at])
         down = self._forward(budget)
         if down is None:
             return None
@@ -142,7 +148,7 @@ class Loads:
         waits = copied = 0.0
         present = ready = freed = 0
         for at, ms in enumerate(problem.forward_ms):
-            present += self._made[at]
+            present += self._made[at] - self._gone[at]
             ready += self._ready[at]
             freed += self._freed[at]
             lack = present + problem.forward_bytes[at] - budget

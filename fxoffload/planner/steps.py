@@ -123,6 +123,9 @@ class TrainingStep:
             comes from. Autograd holds others until the backward ends.
         releases: forward segments that a release follows, -1 for the entry; None: one release follows the last reader
             of each offload op's storages.
+        runs: of a step in which forwards begin after backwards: how many forward segments run, then how many backward
+            segments, and so on in turn. Each run of backward segments begins with the empty segment of a call. Empty:
+            the forward runs, then the backward.
     """
 
     storages: tuple[StorageInfo, ...]
@@ -134,6 +137,16 @@ class TrainingStep:
     holds_outputs: bool = True
     frees_tangents: bool = False
     releases: tuple[int, ...] | None = None
+    runs: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def ranges(self) -> list[tuple[range, range]]:
+        """The segments of each run: forward, then backward."""
+        found, down, up = [], 0, 0
+        for forward, backward in self.runs or ((len(self.forward), len(self.backward)),):
+            found.append((range(down, down + forward), range(up, up + backward)))
+            down, up = down + forward, up + backward
+        return found
 
     def with_outputs_held(self) -> TrainingStep:
         """The caller holds the outputs, and gradients come from them. At most: working sets may have counted on

@@ -38,46 +38,46 @@ def windows_for(step: TrainingStep, decisions: Sequence[bool], limit_bytes: int)
     bare = simulate(step, decisions, copies=_ANY_RATES, windows=no_windows(step))
     if bare.peak_bytes > limit_bytes:
         return None
-    spare = [limit_bytes - b.peak_bytes for b in bare.boundaries]
-    c, num_forward = program.candidates, len(step.forward)
+    forward = [limit_bytes - bare.boundaries[at].peak_bytes for at in program.forward_at]
+    backward = [limit_bytes - bare.boundaries[at].peak_bytes for at in program.backward_at]
+    c = program.candidates
     moves = {i for i, go in enumerate(decisions) if go and c.moved_bytes[i]}
 
     def excess(windows: Windows) -> list[int]:
         found = simulate(step, decisions, copies=_ANY_RATES, windows=windows)
         return [b.peak_bytes - limit_bytes for b in found.boundaries]
 
-    # Copies on their way when the forward ends: the last ones, up to each count.
+    # Copies on their way when a run of forwards ends: the last ones, up to each count.
     queue = [i for ops in program.offloads for op in ops for i in op if i in moves]
     carried = [0, *itertools.accumulate(c.moved_bytes[i] for i in reversed(queue))]
     windows, beyond = no_windows(step), [0]
     for _ in range(_MAX_TRIES):
-        windows = _widest(program, moves, spare, carried[-1])
+        windows = _widest(program, moves, forward, backward, carried[-1])
         beyond = excess(windows)
-        if max(beyond[:num_forward], default=0) <= 0:
+        in_forward = [beyond[at] for at in program.forward_at]
+        if max(in_forward, default=0) <= 0:
             break
         # The windows count the bytes that are copied; the bytes held may be more.
-        spare[:num_forward] = [max(0, s - max(0, e)) for s, e in zip(spare, beyond, strict=False)][:num_forward]
+        forward = [max(0, s - max(0, e)) for s, e in zip(forward, in_forward, strict=True)]
     if max(beyond, default=0) <= 0:
         return windows
     # Values that are taken back may be held longer than a reload would be, and be more bytes.
     low, high = 0, len(carried) - 1
     while low < high:
         middle = (low + high + 1) // 2
-        if max(excess(_widest(program, moves, spare, carried[middle]))) <= 0:
+        if max(excess(_widest(program, moves, forward, backward, carried[middle]))) <= 0:
             low = middle
         else:
             high = middle - 1
-    windows = _widest(program, moves, spare, carried[low])
+    windows = _widest(program, moves, forward, backward, carried[low])
     return windows if low or max(excess(windows)) <= 0 else no_windows(step)
 
 
-def _widest(program: Program, moves: set[int], spare: Sequence[int], over: int) -> Windows:
-    """``over``: most bytes that may still be on their way to the host when the forward ends."""
-    num_forward = len(program.made)
-    forward, backward = spare[:num_forward], spare[num_forward:]
+def _widest(program: Program, moves: set[int], forward: Sequence[int], backward: Sequence[int], over: int) -> Windows:
+    """``over``: most bytes that may still be on their way to the host when a run of forwards ends."""
     nbytes = program.candidates.moved_bytes
-
     ahead = [0] * (len(backward) + 1)
+    in_flight = [0] * (len(forward) + 1)
     # Bytes that are first read at each backward segment: they stop being ahead there.
     seen: set[int] = set()
     read = [0] * (len(backward) + 1)
@@ -85,22 +85,24 @@ def _widest(program: Program, moves: set[int], spare: Sequence[int], over: int) 
         for i in {i for i, _ in takes} & moves - seen:
             seen.add(i)
             read[at] += nbytes[i]
-    everything = later = sum(nbytes[i] for i in moves)
-    for at in range(len(backward) - 1, -1, -1):
-        later += read[at + 1]
-        if program.is_gap[at]:  # the next reloads are asked for after it
-            ahead[at + 1] = later
-        later = min(backward[at], later)
-        if not program.is_gap[at]:
-            ahead[at + 1] = later
-    ahead[0] = later + read[0]
-
-    in_flight = [0] * (num_forward + 1)
-    until = min(ahead[0], over)  # after the last release: copies still held go over into the backward
-    for at in range(num_forward, -1, -1):
-        if at < num_forward:
-            until = min(until, forward[at])
-        if program.releases[at]:
-            in_flight[at] = until
-            until = everything
+    everything = sum(nbytes[i] for i in moves)
+    for down, up in program.runs:
+        later = everything
+        for at in reversed(up):
+            later += read[at + 1]
+            if program.is_gap[at]:  # the next reloads are asked for after it
+                ahead[at + 1] = later
+            later = min(backward[at], later)
+            if not program.is_gap[at]:
+                ahead[at + 1] = later
+        begin = later + read[up.start]
+        if up.start == 0:
+            ahead[0] = begin
+        until = min(begin, over)  # after the last release: copies still held go over into the backwards
+        for at in range(down.stop, down.start - (down.start == 0), -1):
+            if at < down.stop:
+                until = min(until, forward[at])
+            if program.releases[at]:
+                in_flight[at] = until
+                until = everything
     return Windows(tuple(in_flight), tuple(ahead))

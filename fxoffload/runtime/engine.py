@@ -274,12 +274,15 @@ class CopyEngine:
 
     @transaction
     def request(self, group: Group, *, keeps_graph: bool, prefetch: bool, across_graphs: bool) -> None:
-        """The backward of ``group`` begins: queue its transfers, then those predicted to follow."""
+        """The backward of ``group`` begins: queue its transfers, then those that follow, as its plan says or
+        the save order predicts."""
         self._collect()
         wanted = group.in_need_order()
         mine = set(wanted)
         is_surprise = self._is_surprise(group)
         following = self.save_order.begin_backward(group, keeps_graph=keeps_graph)
+        if group.following is not None:
+            following = [g for ref in group.following if (g := ref()) is not None and len(g)]
         # A target belongs to the compute stream that it was allocated on.
         following = [g for g in following if g.stream == group.stream] if across_graphs else []
         for other in following:

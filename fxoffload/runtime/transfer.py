@@ -11,6 +11,7 @@ append to queues; they are in C, where no signal can raise.
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -138,6 +139,7 @@ class Group:
     backward starts with those needed first. ``stream``: the compute stream of the forward call. ``windows``: of the
     plan that the call followed. ``graph``: distinguishes compiled graphs. ``takes_below``: whether that plan is one for
     a chain of calls, whose first backward also takes back values of earlier calls that are still on the device.
+    ``following``: the groups whose backwards come next, as that plan has them; None: the save order tells.
     """
 
     __slots__ = (
@@ -145,6 +147,7 @@ class Group:
         "_needs",
         "_ranked",
         "clock",
+        "following",
         "graph",
         "kept_turn_of",
         "recorder",
@@ -161,6 +164,7 @@ class Group:
         self.windows = windows
         self.graph = graph
         self.takes_below = False
+        self.following: tuple[weakref.ref[Group], ...] | None = None
         self.clock: Any = None  # that measures the forward call
         self.recorder: Any = None  # of the forward call
 

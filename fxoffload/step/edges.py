@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fxoffload.step.readings import Phase
@@ -43,8 +44,11 @@ class Moment:
     phase: Phase
     call: int
 
-    def is_before(self, other: Moment) -> bool:
-        """Whether it comes first: forwards in order, then backwards in reverse."""
+    def is_before(self, other: Moment, positions: Mapping[CallAt, int] | None = None) -> bool:
+        """Whether it comes first. ``positions``: of the calls in their order; None: the forwards come in order, then
+        the backwards in reverse."""
+        if positions is not None:
+            return positions[self.phase, self.call] < positions[other.phase, other.call]
         if self.phase != other.phase:
             return self.phase == "forward"
         return self.call < other.call if self.phase == "forward" else self.call > other.call
@@ -57,14 +61,16 @@ class EdgeMemory:
     Attributes:
         members: (call, name of a storage of its step) that are this memory, in the order in which they were seen.
         until: last call boundary at which a reference outside the copy engine was alive; None: until the step ends.
+        watched: whether it can be watched as an input of a forward: autograd made it.
     """
 
     members: tuple[tuple[int, str], ...]
     until: Moment | None
+    watched: bool = True
 
 
-def later(a: Moment | None, b: Moment | None) -> Moment | None:
-    """The later of two; None is the step's end."""
+def later(a: Moment | None, b: Moment | None, positions: Mapping[CallAt, int] | None = None) -> Moment | None:
+    """The later of two; None is the step's end. ``positions``: as of ``Moment.is_before``."""
     if a is None or b is None:
         return None
-    return b if a.is_before(b) else a
+    return b if a.is_before(b, positions) else a

@@ -786,6 +786,28 @@ def test_groups_that_are_foretold_are_reloaded_in_that_order() -> None:
     assert fxoffload.stats().num_wrong_predictions == 0
 
 
+def test_a_plan_says_which_groups_follow() -> None:
+    """Whatever the save order expects: here nothing comes before the next forward, or the youngest but one alone."""
+    bench = Bench()
+    oldest, second, youngest = (bench.save(i) for i in range(3))
+    youngest.takes_below, youngest.following = True, ()
+    bench.request(youngest)
+    bench.engine.prefetch(10 * NBYTES)
+    assert [t.there is None for g in (oldest, second) for t in g.in_need_order()] == [True, True]
+    assert bench.take(youngest.in_need_order()) == [2]
+    bench.engine.release(0)
+    second.following = ()
+    oldest.following = (weakref.ref(second),)
+    bench.request(oldest)
+    bench.engine.prefetch(10 * NBYTES)
+    assert (reloaded(oldest), reloaded(second)) == ([True], [True])
+    assert bench.take(oldest.in_need_order()) == [0]
+    bench.request(second)
+    assert bench.take(second.in_need_order()) == [1]
+    stats = fxoffload.stats()
+    assert (stats.num_wrong_predictions, stats.num_prefetch_misses) == (0, 0)
+
+
 # -- no room on the device ---------------------------------------------------------------------------------------------
 
 

@@ -21,6 +21,7 @@ from fxoffload.runtime.profiler.chain_clock import StepRecording
 from fxoffload.runtime.profiler.gap_times import BetweenSteps, GapTimes
 from fxoffload.runtime.tracker.budget_loop import MOST_CORRECTIONS, BudgetLoop
 from fxoffload.runtime.tracker.step_memory import LiveBytes
+from fxoffload.step.call_order import CallOrder
 from fxoffload.step.choice import Choice
 from fxoffload.step.edges import CallAt, EdgeMemory, later
 
@@ -87,6 +88,7 @@ class ChainPlan:
         costs_time: whether it moves or recomputes anything.
         first: choices of its first step, which needs memory to tune new variants' kernels; empty: as in all steps.
             That step is neither measured nor judged.
+        order: of its calls; None: the forwards, then the backwards in reverse.
     """
 
     tracked_graphs: tuple[weakref.ref[Any], ...]
@@ -103,6 +105,7 @@ class ChainPlan:
     least: tuple[Choice, ...] = ()
     costs_time: bool = False
     first: tuple[Choice, ...] = ()
+    order: CallOrder | None = None
 
     def begin_first(self) -> ChainPlan:
         """The plan for its first step."""
@@ -151,6 +154,7 @@ class Seen:
         most_volume: that of the largest steps of this chain, as far as they are known.
         margin_bytes: the part by which steps exceeded earlier plans that these measurements do not explain.
         between: times between steps; None: not known.
+        order: of the calls; None: the forwards, then the backwards in reverse.
     """
 
     edge_memory: tuple[EdgeMemory, ...]
@@ -165,6 +169,7 @@ class Seen:
     most_volume: int = 0
     margin_bytes: int = 0
     between: BetweenSteps | None = None
+    order: CallOrder | None = None
 
     def gap_ms(self) -> dict[CallAt, float]:
         """Milliseconds between the call before and each call; empty where that is not known. May wait for the device:
@@ -182,7 +187,12 @@ class Seen:
         return volume_of(self.sizes)
 
     @staticmethod
-    def of(edge_memory: tuple[EdgeMemory, ...], live: LiveBytes, sizes: tuple[Sizes, ...]) -> Seen:
+    def of(
+        edge_memory: tuple[EdgeMemory, ...],
+        live: LiveBytes,
+        sizes: tuple[Sizes, ...],
+        order: CallOrder | None = None,
+    ) -> Seen:
         """The measurements ``live`` of a step of these sizes, with the memory that calls pass on."""
         return Seen(
             edge_memory,
@@ -193,6 +203,7 @@ class Seen:
             live.gap_times,
             live.carried_bytes,
             live.left_bytes,
+            order=order,
         )
 
 
@@ -229,12 +240,13 @@ class Record:
     edge_memory: tuple[EdgeMemory, ...]
     live: LiveBytes
     sizes: tuple[Sizes, ...] = ()
+    order: CallOrder | None = None
 
     def same_chain(self, other: Record) -> bool:
-        """Whether both went through the same graphs."""
-        return len(self.tracked_graphs) == len(other.tracked_graphs) and all(
-            a() is b() is not None for a, b in zip(self.tracked_graphs, other.tracked_graphs, strict=True)
-        )
+        """Whether both went through the same graphs, in the same order."""
+        if len(self.tracked_graphs) != len(other.tracked_graphs) or self.order != other.order:
+            return False
+        return all(a() is b() is not None for a, b in zip(self.tracked_graphs, other.tracked_graphs, strict=True))
 
     def merged(self, other: Record) -> Seen | None:
         """Both recordings as one; None where memory passes between other calls in one than in the other.
@@ -242,14 +254,20 @@ class Record:
         Memory is held for as long as in either. Device memory is read from ``other``, since kernels may have been
         compiled in this one; if the sizes of ``other`` are smaller, it is read from this one.
         """
-        mine, others = ({h.members: h.until for h in r.edge_memory} for r in (self, other))
+        mine, others = ({h.members: h for h in r.edge_memory} for r in (self, other))
         if mine.keys() != others.keys():
             return None
-        edge_memory = tuple(EdgeMemory(members, later(until, others[members])) for members, until in mine.items())
+        positions = None if self.order is None else self.order.positions
+        edge_memory = tuple(
+            EdgeMemory(
+                members, later(item.until, others[members].until, positions), item.watched and others[members].watched
+            )
+            for members, item in mine.items()
+        )
         if volume_of(self.sizes) > volume_of(other.sizes):
             # Kernels may have been tuned in it, and their memory counted between its calls.
-            return replace(Seen.of(edge_memory, self.live, self.sizes), gap_bytes={})
-        return Seen.of(edge_memory, other.live, other.sizes)
+            return replace(Seen.of(edge_memory, self.live, self.sizes, self.order), gap_bytes={})
+        return Seen.of(edge_memory, other.live, other.sizes, other.order)
 
 
 @dataclass
@@ -269,6 +287,11 @@ class Known:
     steps: list[tuple[Sizes, ...]]
     seen_first: dict[Sizes, Seen] = field(default_factory=dict)
     num_measured: Counter[Sizes] = field(default_factory=Counter)
+
+    @property
+    def order(self) -> CallOrder | None:
+        """Of its calls; None: the forwards, then the backwards in reverse."""
+        return self.seen.order
 
     def has(self, place: int, tracked: object) -> bool:
         """Whether the call at ``place`` is a call of ``tracked``."""
@@ -292,7 +315,7 @@ class Known:
     def measured(self, first: Sizes, live: LiveBytes, sizes: tuple[Sizes, ...]) -> None:
         """Note that a step of this chain had calls of these sizes, and this memory on the device. ``first``: the sizes
         for which its first call is planned."""
-        self.seen_first[first] = Seen.of(self.seen.edge_memory, live, sizes)
+        self.seen_first[first] = Seen.of(self.seen.edge_memory, live, sizes, self.order)
         planned = self.sizes_at(first)
         if planned and not all(map(_fits, sizes, planned)):
             self.learns(self.tracked_graphs, sizes)

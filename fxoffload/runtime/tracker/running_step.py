@@ -15,8 +15,13 @@ from fxoffload.runtime.tracker.step_memory import EdgeWatch, LiveBytes
 from fxoffload.runtime.tracker.step_state import Departure, StepEvent, StepState, after
 from fxoffload.runtime.tracker.tracked_graph import TrackedGraph
 from fxoffload.runtime.transfer import Group
+from fxoffload.step.call_order import CallOrder
+from fxoffload.step.edges import CallAt
 from fxoffload.step.readings import Phase
 from fxoffload.torch_private.storages import StorageRef
+
+# A step of more calls is no pipeline.
+MOST_CALLS = 1 << 12
 
 
 @dataclass(eq=False)
@@ -30,6 +35,7 @@ class CallOfStep:
     empty: Group | None = None  # Of a call that follows a plan and moved nothing: its only reference.
     kept: StorageRef | None = None  # Of such a call, or of a variant: a value that is saved for its backward.
     is_bundled: bool = False  # Of a variant: its backward knows its group.
+    has_saved: bool = False  # Whether ``waits`` can tell.
     inputs: list[tuple[str, weakref.ref[Tensor], int]] = field(default_factory=list)  # Recorded: name, value, version.
 
     def waits(self) -> bool:
@@ -38,6 +44,10 @@ class CallOfStep:
         if self.kept is not None:
             return not self.kept.is_expired()
         return group is not None and len(group) > 0
+
+    def is_left_behind(self) -> bool:
+        """Whether its saved values are gone, and its backward has not begun."""
+        return self.has_saved and not self.waits()
 
     def may_wait(self) -> bool:
         """The same, but True where nothing tells: it follows a plan and saved only inputs, which stay in any case."""
@@ -61,6 +71,9 @@ class RunningStep:
         state: its state now.
         departure: why it is irregular; None: it is not.
         calls: so far.
+        order: their forwards and backwards so far, in the order in which they began.
+        order_expected: of the chain that it was expected to be when it began, where that is not the usual order.
+        waited: the calls that waited whenever a forward began after a backward.
         pending: those whose backward has not begun.
         running: the call whose backward runs.
         phase: backward once one has begun.
@@ -86,6 +99,9 @@ class RunningStep:
     state: StepState = StepState.UNPLANNED
     departure: Departure | None = None
     calls: list[CallOfStep] = field(default_factory=list)
+    order: list[CallAt] = field(default_factory=list)
+    order_expected: CallOrder | None = None
+    waited: set[tuple[int, ...]] = field(default_factory=set)
     pending: list[CallOfStep] = field(default_factory=list)
     running: CallOfStep | None = None
     phase: Phase = "forward"
@@ -118,6 +134,30 @@ class RunningStep:
     def has_ended(self) -> bool:
         """Whether all its backwards have returned."""
         return self.phase == "backward" and self.running is None and not self.pending
+
+    def waiting(self) -> tuple[int, ...]:
+        """The places of the calls whose backwards may still come."""
+        return tuple(call.place for call in self.pending if call.waits())
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether a forward that begins now, after a backward, may be one of this step: forwards wait for their
+        backwards, and none was left behind.
+
+        A forward whose result the caller keeps, as an evaluation does, waits too. But it goes on to wait while others
+        run forward and backward: the same calls never wait twice in a pipeline that is planned.
+        """
+        waiting = self.waiting()
+        if not waiting or waiting in self.waited or len(self.calls) >= MOST_CALLS:
+            return False
+        return not any(call.is_left_behind() for call in self.pending)
+
+    @property
+    def next_expected(self) -> CallAt | None:
+        """The call that begins next, where an unusual order says so; None: it does not."""
+        expected = self.expected
+        order = None if expected is None else expected.order
+        return None if order is None else order.at(len(self.order))
 
     @property
     def awaits_plan(self) -> bool:

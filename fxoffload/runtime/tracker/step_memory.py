@@ -22,6 +22,7 @@ from fxoffload.runtime.profiler.allocator_history import AllocatorHistory
 from fxoffload.runtime.profiler.allocator_trace import AllocatorTrace, Memory
 from fxoffload.runtime.profiler.first_arguments import FirstArguments, OnOtherStreams
 from fxoffload.runtime.profiler.gap_times import GapTimes
+from fxoffload.runtime.transfer import Watch
 from fxoffload.step.edges import CallAt, EdgeMemory, Moment
 from fxoffload.step.readings import Phase
 from fxoffload.torch_private.autograd import after_backward
@@ -150,6 +151,7 @@ class _Watched:
     phase: Phase
     members: list[tuple[int, str]]
     until: Moment
+    watched: bool = True
 
 
 class EdgeWatch:
@@ -173,8 +175,11 @@ class EdgeWatch:
                 # It does not come back; the next storage with its key is another one.
                 del self._by_key[key]
 
-    def watch(self, phase: Phase, place: int, names: Sequence[str | None], values: Sequence[Any]) -> bool:
-        """Watch these values from now on. False: some of them cannot be watched."""
+    def watch(
+        self, phase: Phase, place: int, names: Sequence[str | None], values: Sequence[Any], *, is_input: bool = False
+    ) -> bool:
+        """Watch these values from now on. False: the memory of some cannot be. ``is_input``: they are inputs of a
+        forward, and the engine is to watch those that move ([Note: Watched inputs] in ``runtime/engine.py``)."""
         for name, value in zip(names, values, strict=False):
             if name is None or not isinstance(value, Tensor):
                 continue
@@ -188,13 +193,17 @@ class EdgeWatch:
             elif known.phase != phase:
                 return False  # a forward's memory is a backward's gradient: no step says so
             known.until = self.now
+            if is_input and Watch.of(value) is None:
+                known.watched = False
             if (place, name) not in known.members:
                 known.members.append((place, name))
         return True
 
     def edge_memory(self) -> tuple[EdgeMemory, ...]:
         """All of it. The step's last call has returned."""
-        return tuple(EdgeMemory(tuple(w.members), None if w.until == self.now else w.until) for w in self._watched)
+        return tuple(
+            EdgeMemory(tuple(w.members), None if w.until == self.now else w.until, w.watched) for w in self._watched
+        )
 
     def clear(self) -> None:
         """Nothing is watched any longer."""

@@ -1,15 +1,16 @@
 """The calls of compiled graphs that make up a step: recorded until they repeat, then planned and followed together.
 
 A model whose layers are compiled each on its own runs as a chain of calls: the forwards in order, the backwards in
-reverse. ``StepTracker`` (one per copy engine) watches the chain go by. A planner is given two steps that ran through
-the same graphs, with the memory that passed between their calls. From the next step on, each call follows the plan of
-its place in the chain. Where sizes vary from step to step, each size has a plan of its own, made from the memory that
-was on the device in its first step (``fxoffload.runtime.tracker.chains``).
+reverse. A pipeline of microbatches runs another order (``fxoffload.step.call_order``). ``StepTracker`` (one per copy
+engine) watches the chain go by. A planner is given two steps that ran through the same graphs, with the memory that
+passed between their calls. From the next step on, each call follows the plan of its place in the chain. Where sizes
+vary from step to step, each size has a plan of its own, made from the memory that was on the device in its first step
+(``fxoffload.runtime.tracker.chains``).
 
 A step is in one of a few states (``fxoffload.runtime.tracker.step_state`` has their table). Nothing here can make a
 result wrong: a call's choice is settled when it begins, and its tokens record it. From the place where a step departs
-from the planned chain, it runs as it would without a plan. It departs with other graphs, several forwards before a
-backward, a forward inside a backward, saved-tensor hooks, or an exception.
+from the planned chain, it runs as it would without a plan. It departs with other graphs, another order, a forward
+inside a backward, saved-tensor hooks, or an exception.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ from fxoffload.runtime.tracker.step_memory import LiveBytes
 from fxoffload.runtime.tracker.step_state import Departure, StepState
 from fxoffload.runtime.tracker.tracked_graph import TrackedGraph
 from fxoffload.runtime.transfer import Group
+from fxoffload.step.call_order import CallOrder
 from fxoffload.step.choice import Choice
 from fxoffload.step.edges import CallAt, Moment
 from fxoffload.step.readings import Phase
@@ -189,7 +191,10 @@ class StepTracker:
             if step.is_regular and (why := self._departure(step, tracked, sizes, keeps=keeps)) is not None:
                 step.depart(why)
             place = len(step.calls)
+            if step.phase == "backward":
+                step.waited.add(step.waiting())
             step.calls.append(CallOfStep(weakref.ref(tracked), place, sizes))
+            step.order.append(("forward", place))
             if self._hold is not None and place:
                 self._hold.forward_begins(step)
             self._plan_together(step, tracked)
@@ -207,7 +212,7 @@ class StepTracker:
             if step.state is StepState.OBSERVING and tracked.edges is not None:
                 self._look(step)
                 step.edges.now = Moment("forward", place)
-                self._watch(step, "forward", place, tracked.edges.inputs, args)
+                self._watch(step, "forward", place, tracked.edges.inputs, args, is_input=True)
                 step.calls[-1].inputs = [
                     (name, weakref.ref(value), version)
                     for name, value in zip(tracked.edges.inputs, args, strict=False)
@@ -221,6 +226,8 @@ class StepTracker:
         if place and step.calls[-1].group is None:
             return Departure.UNUSUAL  # it raised, or another thread runs it
         if step.expected is not None and not step.expected.has(place, tracked):
+            return Departure.MISSED
+        if step.next_expected not in (None, ("forward", place)):
             return Departure.MISSED
         if step.plan is not None:
             if not step.plan.serves(place, sizes):
@@ -306,7 +313,7 @@ class StepTracker:
 
     def _is_over(self, step: RunningStep, tracked: TrackedGraph) -> bool:
         if step.phase == "backward":
-            return True
+            return not self._is_pipeline(step, tracked)
         goes_on = step.plan is not None and step.plan.has(len(step.calls), tracked)
         if goes_on and (not step.calls or any(c.may_wait() for c in step.pending)):
             return False
@@ -314,6 +321,18 @@ class StepTracker:
         # under override_policy("keep_all"), which the caller may hold to compare it with the plan's steps.
         repeats = bool(step.calls) and (step.calls[0].tracked() is tracked or len(step.calls) % _MOST_FORWARDS == 0)
         return repeats and (step.keeps or not any(c.waits() for c in step.pending))
+
+    @staticmethod
+    def _is_pipeline(step: RunningStep, tracked: TrackedGraph) -> bool:
+        """Whether a forward of ``tracked`` that begins after a backward is one of the same step."""
+        if step.running is not None or not step.pending:
+            return False
+        if step.expected is not None:
+            place = len(step.calls)
+            return step.next_expected == ("forward", place) and step.expected.has(place, tracked)
+        if step.order_expected is not None:  # it departed: the rest of its calls are no step of their own
+            return bool(step.waiting()) and len(step.calls) < len(step.order_expected.backwards)
+        return step.state in (StepState.OBSERVING, StepState.WAITING) and step.is_pipeline
 
     def _begin(self, tracked: TrackedGraph, args: Sequence[Any]) -> RunningStep:
         chains = tracked.chains
@@ -338,6 +357,8 @@ class StepTracker:
                 step.plan = step.plan.begin_first()
         step.followed = None if step.plan is None else weakref.ref(step.plan)
         step.is_meanwhile = step.plan is not None and step.plan is chain.meanwhile
+        planned = step.plan or step.known
+        step.order_expected = None if planned is None else planned.order
         step.begin(self._beginning(step, tracked, chain))
         # Of the steps that are observed the second one counts: nothing is compiled in it.
         is_second = step.state is StepState.OBSERVING and chains.before is not None
@@ -388,11 +409,12 @@ class StepTracker:
             if token is None and not len(group) and (step.expected is not None or is_observed or step.has_own_plan):
                 saved = tracked.edges.saved if tracked.edges is not None else ()
                 call.kept = StorageRef(results[saved[0]]) if saved else None
+            call.has_saved = call.kept is not None or bool(len(group))
             if is_observed and tracked.edges is not None:
                 self._look(step)
                 self._watch(step, "forward", call.place, tracked.edges.outputs, results)
             self._read_end(step)
-            if self._hold is not None:
+            if self._hold is not None and step.phase == "forward":
                 self._hold.forward_ended(step)
 
     # -- backward ------------------------------------------------------------------------------------------------------
@@ -404,15 +426,12 @@ class StepTracker:
             step = self._step
             if step is None:
                 return group
-            call = step.pending[-1] if step.pending else None
-            if call is None or call.tracked() is not tracked or not call.saved(group):
-                step.depart()
-                call = next((c for c in reversed(step.pending) if c.tracked() is tracked and c.saved(group)), None)
-                if call is None:
-                    return group
-            expected = step.expected
-            if step.phase == "forward" and expected is not None and len(step.calls) != len(expected.tracked_graphs):
-                step.depart(Departure.MISSED)
+            call, why = self._call_of(step, tracked, group)
+            if why is not None:
+                step.depart(why)
+            if call is None:
+                return group
+            step.order.append(("backward", call.place))
             was_observed = step.began is StepState.OBSERVING
             if step.phase == "forward" and was_observed and (first := step.calls[0].tracked()) is not None:
                 first.chains.num_records += 1
@@ -433,7 +452,31 @@ class StepTracker:
                 step.edges.now = Moment("backward", call.place)
                 self._watch(step, "backward", call.place, tracked.edges.tangents, args)
             empty, call.empty = call.empty, None
-            return empty if empty is not None and not len(group) else group
+            group = empty if empty is not None and not len(group) else group
+            if step.plan is not None and step.plan.order is not None:
+                places = step.plan.order.following(call.place)
+                waiting = {c.place: c.group for c in step.pending}
+                group.following = tuple(ref for place in places if (ref := waiting.get(place)) is not None)
+            return group
+
+    @staticmethod
+    def _call_of(step: RunningStep, tracked: TrackedGraph, group: Group) -> tuple[CallOfStep | None, Departure | None]:
+        """The call whose backward begins, and why the step departs; None: unknown, or it does not."""
+        expected, at = step.expected, step.next_expected
+        if at is None:
+            first = step.pending[-1] if step.pending else None
+        else:
+            first = next((c for c in step.pending if ("backward", c.place) == at), None)
+        if first is not None and first.tracked() is tracked and first.saved(group):
+            is_whole = at is not None or expected is None or len(step.calls) == len(expected.tracked_graphs)
+            return first, None if step.phase == "backward" or is_whole else Departure.MISSED
+        others = [c for c in step.pending if c.tracked() is tracked and c.saved(group)]
+        call = others[-1] if others else None
+        if call is not None and expected is not None:
+            return call, Departure.MISSED
+        may_be_observed = step.state in (StepState.OBSERVING, StepState.WAITING)
+        is_sure = call is not None and (len(group) > 0 or len(others) == 1)
+        return call, None if may_be_observed and is_sure else Departure.UNUSUAL
 
     def backward_ends(self, tracked: TrackedGraph, results: Sequence[Any]) -> None:
         with self._lock:
@@ -493,17 +536,27 @@ class StepTracker:
         return self._memory() if self._memory is not None and is_read else None
 
     @staticmethod
-    def _watch(step: RunningStep, phase: Phase, place: int, names: Sequence[str | None], values: Sequence[Any]) -> None:
-        if not step.edges.watch(phase, place, names, values):
+    def _watch(
+        step: RunningStep,
+        phase: Phase,
+        place: int,
+        names: Sequence[str | None],
+        values: Sequence[Any],
+        *,
+        is_input: bool = False,
+    ) -> None:
+        if not step.edges.watch(phase, place, names, values, is_input=is_input):
             step.depart()
 
     @staticmethod
-    def _record(step: RunningStep) -> Record:
-        """The recording of a step whose last backward has run."""
+    def _record(step: RunningStep) -> Record | None:
+        """The recording of a step whose last backward has run; None: some forward had raised."""
+        if len(step.order) != 2 * len(step.calls):
+            return None
         edge_memory = step.edges.edge_memory()
         step.edges.clear()
         tracked_graphs, sizes = step.graphs_and_sizes()
-        return Record(tracked_graphs, edge_memory, step.live_bytes, sizes)
+        return Record(tracked_graphs, edge_memory, step.live_bytes, sizes, CallOrder.of(step.order))
 
     def _plan_if_seen_twice(self, first: TrackedGraph, step: RunningStep) -> None:
         chains = first.chains
