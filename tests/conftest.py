@@ -46,6 +46,12 @@ def pytest_configure(config: pytest.Config) -> None:
     # processes that takes a tenth of the time.
     torch._dynamo.guards.profile_guard_manager = lambda *args: 0.0  # pyright: ignore[reportAttributeAccessIssue]
 
+    # AOTAutograd prints every graph, for its log too. Nobody else asks for definitions of what the graph calls.
+    print_readable = torch.fx.GraphModule.print_readable
+    torch.fx.GraphModule.print_readable = (  # pyright: ignore[reportAttributeAccessIssue]
+        lambda *args, expanded_def=False, **how: "" if expanded_def else print_readable(*args, **how)
+    )
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
