@@ -14,6 +14,7 @@ import torch
 from torch._logging._internal import trace_log
 
 from tests.marks import draw_few, examples
+from tests.quick_torch import quicken
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -42,15 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.collect()
     gc.freeze()
 
-    # Dynamo times the guards of all it compiles, for its log, and flushes the machine's caches first: with two
-    # processes that takes a tenth of the time.
-    torch._dynamo.guards.profile_guard_manager = lambda *args: 0.0  # pyright: ignore[reportAttributeAccessIssue]
-
-    # AOTAutograd prints every graph, for its log too. Nobody else asks for definitions of what the graph calls.
-    print_readable = torch.fx.GraphModule.print_readable
-    torch.fx.GraphModule.print_readable = (  # pyright: ignore[reportAttributeAccessIssue]
-        lambda *args, expanded_def=False, **how: "" if expanded_def else print_readable(*args, **how)
-    )
+    quicken()
 
 
 @pytest.hookimpl(tryfirst=True)
