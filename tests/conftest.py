@@ -7,13 +7,15 @@ import itertools
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch._logging._internal import trace_log
 
 from tests.marks import draw_few, examples
+from tests.quick_torch import quicken
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -42,9 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.collect()
     gc.freeze()
 
-    # Dynamo times the guards of all it compiles, for its log, and flushes the machine's caches first: with two
-    # processes that takes a tenth of the time.
-    torch._dynamo.guards.profile_guard_manager = lambda *args: 0.0  # pyright: ignore[reportAttributeAccessIssue]
+    quicken()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -91,22 +91,45 @@ def forget_cached(request: pytest.FixtureRequest) -> Iterator[None]:
     gc.collect()
     gc.freeze()
     yield
+    _made.clear()
     for function in vars(request.module).values():
         if hasattr(function, "cache_clear") and function.__module__ == request.module.__name__:
             function.cache_clear()
 
 
+_made: dict[Any, Any] = {}
+
+
+@pytest.fixture
+def same_code() -> Callable[..., Any]:
+    """Makes something that compiles, or gives what the test before has made so, with its compiled code: such tests
+    stand one after the other, and leave nothing behind that the next one minds."""
+
+    def made(make: Callable[..., Any], *args: Any) -> Any:
+        if (make, args) not in _made:
+            _made[make, args] = make(*args)
+        return _made[make, args]
+
+    return made
+
+
 @pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    """Every test starts without compiled code, with counters at zero, and with no step begun."""
+def fresh_compiler(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test starts without compiled code (but see ``same_code``), with counters at zero and no step begun."""
     import fxoffload
     from fxoffload.reset import reset
 
+    if "same_code" in request.fixturenames and _made:
+        fxoffload.reset_stats()
+        yield
+        return
+    _made.clear()
     torch.compiler.reset()
     reset()  # also of steps that no compiled code began
     fxoffload.reset_stats()
     yield
-    torch.compiler.reset()
+    if not _made:
+        torch.compiler.reset()
 
 
 @pytest.fixture

@@ -746,8 +746,21 @@ def test_a_host_budget_that_is_too_small_keeps_the_rest(caplog: pytest.LogCaptur
     assert len(full) == 1
 
 
-def test_steady_steps_neither_pin_nor_hold_host_memory() -> None:
-    model, compiled = compile_model()
+def test_stats_are_frozen_and_reset(same_code: Callable[..., Any]) -> None:
+    gradients(*same_code(compile_model))
+    before = fxoffload.stats()
+    assert before.bytes_offloaded > 0 < before.num_segments_compiled
+    with pytest.raises(AttributeError):
+        before.bytes_offloaded = 0  # type: ignore[misc]
+    fxoffload.reset_stats()
+    after = fxoffload.stats()
+    assert (after.bytes_offloaded, after.num_copies, after.num_segments_compiled, after.host_wait_ms) == (0, 0, 0, 0)
+    assert after.host_bytes_reserved == before.host_bytes_reserved  # not a counter
+    assert before.bytes_offloaded > 0
+
+
+def test_steady_steps_neither_pin_nor_hold_host_memory(same_code: Callable[..., Any]) -> None:
+    model, compiled = same_code(compile_model)
     for _ in range(2):
         gradients(model, compiled)
     before = fxoffload.stats()
@@ -759,6 +772,28 @@ def test_steady_steps_neither_pin_nor_hold_host_memory() -> None:
     assert after.host_bytes_reserved == before.host_bytes_reserved
     assert after.num_segments_compiled == before.num_segments_compiled
     assert after.host_bytes_in_use == 0
+
+
+def test_a_policy_can_be_changed_at_any_time_without_compiling(same_code: Callable[..., Any]) -> None:
+    """Behind all others with the same code."""
+    model, compiled = same_code(compile_model)
+    expected = gradients(model, compiled)
+    graph = fxoffload.graphs()[-1]
+    compiled_before = fxoffload.stats().num_segments_compiled
+    moved = fxoffload.stats().bytes_offloaded
+
+    graph.policy = "keep_all"
+    assert_equal(gradients(model, compiled), expected)
+    assert fxoffload.stats().bytes_offloaded == moved
+    graph.decisions[graph.saved.candidates[0].name] = True
+    assert_equal(gradients(model, compiled), expected)
+    one = fxoffload.stats().bytes_offloaded - moved
+    assert one == graph.saved.candidates[0].nbytes
+    with fxoffload.override_policy("offload_all"):
+        graph.decisions.clear()
+        assert_equal(gradients(model, compiled), expected)
+    assert fxoffload.stats().bytes_offloaded == 2 * moved + one
+    assert fxoffload.stats().num_segments_compiled == compiled_before
 
 
 @pytest.mark.slow
@@ -811,28 +846,6 @@ def test_auto_is_the_default_and_without_the_planner_keeps_the_last_layer() -> N
         assert go == (order[calls[name]] < order[last]), name
 
 
-def test_a_policy_can_be_changed_at_any_time_without_compiling() -> None:
-    alive = set(fxoffload.graphs())
-    model, compiled = compile_model()
-    expected = gradients(model, compiled)
-    (graph,) = set(fxoffload.graphs()) - alive
-    compiled_before = fxoffload.stats().num_segments_compiled
-    moved = fxoffload.stats().bytes_offloaded
-
-    graph.policy = "keep_all"
-    assert_equal(gradients(model, compiled), expected)
-    assert fxoffload.stats().bytes_offloaded == moved
-    graph.decisions[graph.saved.candidates[0].name] = True
-    assert_equal(gradients(model, compiled), expected)
-    one = fxoffload.stats().bytes_offloaded - moved
-    assert one == graph.saved.candidates[0].nbytes
-    with fxoffload.override_policy("offload_all"):
-        graph.decisions.clear()
-        assert_equal(gradients(model, compiled), expected)
-    assert fxoffload.stats().bytes_offloaded == 2 * moved + one
-    assert fxoffload.stats().num_segments_compiled == compiled_before
-
-
 def test_an_unknown_override_lists_the_policies() -> None:
     with pytest.raises(ValueError, match="unknown policy 'all'; the policies are auto, offload_all, keep_all"):
         with fxoffload.override_policy("all"):
@@ -881,19 +894,6 @@ def test_graphs_forgets_what_is_dead() -> None:
     torch.compiler.reset()
     gc.collect()
     assert not set(fxoffload.graphs()) - alive
-
-
-def test_stats_are_frozen_and_reset() -> None:
-    gradients(*compile_model())
-    before = fxoffload.stats()
-    assert before.bytes_offloaded > 0
-    with pytest.raises(AttributeError):
-        before.bytes_offloaded = 0  # type: ignore[misc]
-    fxoffload.reset_stats()
-    after = fxoffload.stats()
-    assert (after.bytes_offloaded, after.num_copies, after.num_segments_compiled, after.host_wait_ms) == (0, 0, 0, 0)
-    assert after.host_bytes_reserved == before.host_bytes_reserved  # not a counter
-    assert before.bytes_offloaded > 0
 
 
 STORY = """

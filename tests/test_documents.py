@@ -34,7 +34,7 @@ def test_python_blocks_run(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
     chosen = Options.from_torch_compile
     uncompiled = staticmethod(lambda mode, options: replace(chosen(mode, options), inner="aot_eager"))
     monkeypatch.setattr(Options, "from_torch_compile", uncompiled)
-    monkeypatch.setattr(planning, "DRAWN_POINTS", 3)  # of a frontier, each of which takes seconds
+    monkeypatch.setattr(planning, "DRAWN_POINTS", 2)  # of a frontier, each of which takes seconds
     document = Sybil([PythonCodeBlockParser(), SkipParser()], path=str(ROOT)).parse(ROOT / name)
     for example in document.examples():
         example.evaluate()

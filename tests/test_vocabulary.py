@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -36,6 +37,11 @@ def files() -> list[Path]:
     ]
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def words_of(name: str) -> set[str]:
     found = {w.lower() for w in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)}
     return found | {w.removesuffix("s") for w in found}
@@ -57,7 +63,7 @@ def names_in(tree: ast.AST) -> Iterator[str]:
 def test_old_words_are_out_of_names() -> None:
     found = []
     for path in files():
-        names = [path.stem, *names_in(ast.parse(path.read_text()))]
+        names = [path.stem, *names_in(parsed(path))]
         found += [f"{path.relative_to(ROOT)}: {n}" for n in names if n not in ALLOWED and words_of(n) & OUT.keys()]
     assert not found, f"old words, with those that stand for them ({OUT}): {sorted(set(found))}"
 
@@ -65,7 +71,7 @@ def test_old_words_are_out_of_names() -> None:
 def test_class_names_are_unique() -> None:
     where = defaultdict(list)
     for path in files():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.ClassDef):
                 where[node.name].append(str(path.relative_to(ROOT)))
                 assert node.name in ALLOWED or not words_of(node.name) & OUT_OF_CLASSES, f"{path}: class {node.name}"

@@ -6,7 +6,7 @@ import logging
 import operator
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -127,8 +127,12 @@ def test_points_go_from_least_to_most_recomputation() -> None:
         assert len(saved) > 2 and saved == sorted(set(saved), reverse=True)
 
 
-def test_a_planned_variant_changes_nothing_and_says_what_it_saves() -> None:
-    forced = Forced(compiles=False)
+def uncompiled() -> Forced:
+    return Forced(compiles=False)
+
+
+def test_a_planned_variant_changes_nothing_and_says_what_it_saves(same_code: Callable[..., Any]) -> None:
+    forced = same_code(uncompiled)
     tracked = forced.order[1]
     mine, graph = variant_maker_of(tracked), part_of(tracked).graph
     joint = str(mine._source.joint.graph)
@@ -150,6 +154,41 @@ def test_a_planned_variant_changes_nothing_and_says_what_it_saves() -> None:
         assert [t is None for t in variant.edges.tangents] == [t is None for t in edges.tangents]
         assert len(variant.edges.gradients) == len(edges.gradients)
     assert not graph.variants and not mine.is_compiled(1)
+
+
+def test_there_are_at_most_two_variants(same_code: Callable[..., Any]) -> None:
+    forced = same_code(uncompiled)
+    tracked = forced.first
+    mine = variant_maker_of(tracked)
+    for number in (1, 2):
+        assert mine.add(forced.variants[tracked, number]) == number
+    third = mine.variant(mine.points()[0])
+    assert third is not None
+    with pytest.raises(RuntimeError, match="at most 2 variants"):
+        mine.add(third)
+    with pytest.raises(RuntimeError, match="found 3, which cannot"):
+        mine.compile(3)
+
+
+@pytest.mark.slow_except("forward")
+@pytest.mark.parametrize("step", ["forward", "backward"])
+def test_a_variant_that_fails_leaves_everything_as_it_was(step: str, same_code: Callable[..., Any]) -> None:
+    """The last one of ``uncompiled``: it compiles variants."""
+    forced = same_code(uncompiled) if step == "forward" else uncompiled()
+    expected = forced.step()
+    mine = variant_maker_of(forced.first)
+    with mock.patch.object(Builder, step, side_effect=ValueError("on purpose")):
+        with pytest.raises(ValueError, match="on purpose"):
+            mine.compile(1)
+    with pytest.raises(RuntimeError, match="found 1, which cannot"):
+        mine.compile(1)
+    assert not mine.is_compiled(1) and not part_of(forced.first).graph.variants
+    assert torch._guards.TracingContext.try_get() is None
+    mine.compile(2)
+    for tracked in forced.order[1:]:
+        variant_maker_of(tracked).compile(2)
+    forced.force(2, 2, 2)
+    assert_equal(forced.step(), expected)
 
 
 def test_edges_name_inputs_that_only_a_variant_may_save() -> None:
@@ -388,20 +427,6 @@ def test_ops_are_told_apart_by_their_keywords() -> None:
 # -- compiling ---------------------------------------------------------------------------------------------------------
 
 
-def test_there_are_at_most_two_variants() -> None:
-    forced = Forced(compiles=False)
-    tracked = forced.first
-    mine = variant_maker_of(tracked)
-    for number in (1, 2):
-        assert mine.add(forced.variants[tracked, number]) == number
-    third = mine.variant(mine.points()[0])
-    assert third is not None
-    with pytest.raises(RuntimeError, match="at most 2 variants"):
-        mine.add(third)
-    with pytest.raises(RuntimeError, match="found 3, which cannot"):
-        mine.compile(3)
-
-
 @pytest.mark.slow
 def test_a_variant_is_compiled_once() -> None:
     forced = Forced(compiles=False)
@@ -416,26 +441,6 @@ def test_a_variant_is_compiled_once() -> None:
     saved = forced.variants[forced.first, 2].saved
     assert [c.name for c in shown.saved.candidates] == [c.name for c in saved.candidates]
     assert shown.forward.graph.find_nodes(op="call_module") and shown.backward.graph.find_nodes(op="call_module")
-
-
-@pytest.mark.slow_except("forward")
-@pytest.mark.parametrize("step", ["forward", "backward"])
-def test_a_variant_that_fails_leaves_everything_as_it_was(step: str) -> None:
-    forced = Forced(compiles=False)
-    expected = forced.step()
-    mine = variant_maker_of(forced.first)
-    with mock.patch.object(Builder, step, side_effect=ValueError("on purpose")):
-        with pytest.raises(ValueError, match="on purpose"):
-            mine.compile(1)
-    with pytest.raises(RuntimeError, match="found 1, which cannot"):
-        mine.compile(1)
-    assert not mine.is_compiled(1) and not part_of(forced.first).graph.variants
-    assert torch._guards.TracingContext.try_get() is None
-    mine.compile(2)
-    for tracked in forced.order[1:]:
-        variant_maker_of(tracked).compile(2)
-    forced.force(2, 2, 2)
-    assert_equal(forced.step(), expected)
 
 
 @pytest.mark.slow

@@ -1,18 +1,18 @@
 """FSDP1, FSDP2, DDP and tensor parallel models on two CPU processes: offloading goes unnoticed, and forbidden uses
 raise.
 
-All cases run in the same two processes; each test reads what one case found.
+All cases run in the same two processes, with those of tests/sharding; each test reads what one case found.
 """
 
 from __future__ import annotations
 
-import fcntl
-import pickle
-from collections.abc import Callable
-
 import pytest
 
-from ..sharding.launch import Ended, Found, launch
+from ..sharding.launch import TIME_LIMIT_S
+from ..sharding.shared import FoundBy, found_by
+
+__all__ = ["found_by"]  # the fixture
+pytestmark = pytest.mark.timeout(TIME_LIMIT_S + 60)
 
 MODELS = (
     "fsdp2",
@@ -30,44 +30,13 @@ MODELS = (
 )
 USED = ("fsdp2", "fsdp2_kept", "fsdp1", "fsdp1_flat", "ddp", "tensor_parallel")
 SAVED = ("fsdp2", "ddp", "tensor_parallel")
-OTHERS = ("settled", "cpu_offloaded", "backward_between", "optimizer_alone")
-CASES = (
-    *(f"away.noop_{name}" for name in MODELS),
-    *(f"away.uses_{name}" for name in USED),
-    *(f"away.fresh_{name}" for name in USED),
-    *(f"away.checkpoint_{name}" for name in SAVED),
-    *(f"away.{name}" for name in OTHERS),
-    "host_shards.gathered",
-    "host_shards.loaded",
-    "host_shards.without_a_backend_for_the_cpu",
-)
-
-Ranks = Callable[[str], list[Found]]
-
-
-@pytest.fixture(scope="session")
-def found_in(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Ranks:
-    """What both ranks found in a case. They are started once, whichever worker needs them first, and run the cases of
-    the tests that are to run."""
-    items = [item for item in request.session.items if "found_in" in getattr(item, "fixturenames", ())]
-    wanted = {item.callspec.params.get("case") for item in items}  # pyright: ignore[reportAttributeAccessIssue]
-    base = tmp_path_factory.getbasetemp()
-    folder = (base if worker_id == "master" else base.parent) / "away"
-    folder.mkdir(exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        kept = folder / "ended"
-        if not kept.exists():
-            kept.write_bytes(pickle.dumps(launch(folder, 2, [case for case in CASES if case in wanted])))
-    ended: list[Ended] = pickle.loads(kept.read_bytes())
-    return lambda case: [rank.found(case) for rank in ended]
 
 
 @pytest.mark.slow_except("away.noop_fsdp2", "away.noop_tensor_parallel")
 @pytest.mark.parametrize("case", [f"away.noop_{model}" for model in MODELS])
-def test_nothing_is_left_of_an_offload(found_in: Ranks, case: str) -> None:
+def test_nothing_is_left_of_an_offload(found_by: FoundBy, case: str) -> None:
     """Objects, layouts, aliases, padding and bytes; and the next five steps, offloaded three times in between."""
-    for found in found_in(case):
+    for found in found_by(case):
         assert found["changed"] == []
         assert found["same"]
         assert found["held"] > 2000
@@ -80,10 +49,10 @@ def test_nothing_is_left_of_an_offload(found_in: Ranks, case: str) -> None:
 
 @pytest.mark.slow_except("away.uses_fsdp1", "away.fresh_fsdp2")
 @pytest.mark.parametrize("case", [f"away.{steps}_{model}" for steps in ("uses", "fresh") for model in USED])
-def test_every_use_raises_and_breaks_nothing(found_in: Ranks, case: str) -> None:
+def test_every_use_raises_and_breaks_nothing(found_by: FoundBy, case: str) -> None:
     """On both ranks, so that neither waits for the other in a collective. ``fresh``: offloaded before the first step,
     when FSDP has not initialized itself."""
-    for found in found_in(case):
+    for found in found_by(case):
         assert len(found["tried"]) >= 8
         for use, (kind, message) in found["tried"].items():
             assert kind == "OffloadedError", (use, kind, message)
@@ -95,16 +64,16 @@ def test_every_use_raises_and_breaks_nothing(found_in: Ranks, case: str) -> None
 
 @pytest.mark.slow_except("away.uses_fsdp1")
 @pytest.mark.parametrize("case", ["away.uses_fsdp1", "away.uses_fsdp1_flat"])
-def test_state_dicts_of_fsdp1_name_what_streams_weights(found_in: Ranks, case: str) -> None:
-    for found in found_in(case):
+def test_state_dicts_of_fsdp1_name_what_streams_weights(found_by: FoundBy, case: str) -> None:
+    for found in found_by(case):
         assert "stream_weights()" in found["tried"]["state dict"][1]
 
 
 @pytest.mark.slow_except("away.checkpoint_fsdp2")
 @pytest.mark.parametrize("case", [f"away.checkpoint_{model}" for model in SAVED])
-def test_checkpoints_are_written_from_the_host(found_in: Ranks, case: str) -> None:
+def test_checkpoints_are_written_from_the_host(found_by: FoundBy, case: str) -> None:
     """By DCP into a fresh model, and by ``torch.save``; shapes, dtypes and placements are those of the device."""
-    for found in found_in(case):
+    for found in found_by(case):
         assert found["kinds"]
         assert len(found["equal"]) >= 16
         assert all(found["equal"])
@@ -113,8 +82,8 @@ def test_checkpoints_are_written_from_the_host(found_in: Ranks, case: str) -> No
 
 
 @pytest.mark.parametrize("case", ["away.settled"])
-def test_settle(found_in: Ranks, case: str) -> None:
-    for found in found_in(case):
+def test_settle(found_by: FoundBy, case: str) -> None:
+    for found in found_by(case):
         for name in ("fsdp2", "fsdp1"):
             in_forward, in_backward = found[name]
             assert "to be idle, found it in forward" in in_forward
@@ -125,8 +94,8 @@ def test_settle(found_in: Ranks, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["away.cpu_offloaded"])
-def test_parameters_that_fsdp_keeps_on_the_cpu_are_known(found_in: Ranks, case: str) -> None:
-    for found in found_in(case):
+def test_parameters_that_fsdp_keeps_on_the_cpu_are_known(found_by: FoundBy, case: str) -> None:
+    for found in found_by(case):
         for name in ("fsdp2", "fsdp1"):
             assert found[name]["kept"] == found[name]["parameters"] > 0
         assert found["none"]["kept"] == 0
@@ -134,8 +103,8 @@ def test_parameters_that_fsdp_keeps_on_the_cpu_are_known(found_in: Ranks, case: 
 
 @pytest.mark.parametrize("case", ["away.backward_between"])
 @pytest.mark.parametrize("model", ["fsdp2", "fsdp2_kept"])
-def test_a_backward_after_an_offload_raises_and_breaks_nothing(found_in: Ranks, case: str, model: str) -> None:
-    for rank in found_in(case):
+def test_a_backward_after_an_offload_raises_and_breaks_nothing(found_by: FoundBy, case: str, model: str) -> None:
+    for rank in found_by(case):
         found = rank[model]
         assert found["backward"][0] == "OffloadedError"
         assert found["same"]
@@ -143,8 +112,8 @@ def test_a_backward_after_an_offload_raises_and_breaks_nothing(found_in: Ranks, 
 
 @pytest.mark.parametrize("case", ["away.optimizer_alone"])
 @pytest.mark.parametrize("model", ["fsdp2", "fsdp2_kept", "fsdp1"])
-def test_shards_do_not_leave_with_the_optimizer(found_in: Ranks, case: str, model: str) -> None:
-    for rank in found_in(case):
+def test_shards_do_not_leave_with_the_optimizer(found_by: FoundBy, case: str, model: str) -> None:
+    for rank in found_by(case):
         found = rank[model]
         assert found["groups"] == ["optimizer"]
         assert found["parameters"] == []
@@ -155,9 +124,9 @@ def test_shards_do_not_leave_with_the_optimizer(found_in: Ranks, case: str, mode
 
 @pytest.mark.parametrize("case", ["host_shards.gathered"])
 @pytest.mark.parametrize("build", ["fsdp2", "two_dimensions", "replicated", "tensor_parallel"])
-def test_host_shards_are_gathered_on_the_device(found_in: Ranks, case: str, build: str) -> None:
+def test_host_shards_are_gathered_on_the_device(found_by: FoundBy, case: str, build: str) -> None:
     """In every way, and nothing is copied before. Gathered tensors keep their values."""
-    for rank in found_in(case):
+    for rank in found_by(case):
         found = rank[build]
         assert found["num_shards"] == 3
         assert found["wrong"] == []
@@ -166,16 +135,16 @@ def test_host_shards_are_gathered_on_the_device(found_in: Ranks, case: str, buil
 
 
 @pytest.mark.parametrize("case", ["host_shards.without_a_backend_for_the_cpu"])
-def test_what_needs_other_ranks_and_cannot_reach_them_says_what_to_do(found_in: Ranks, case: str) -> None:
-    for found in found_in(case):
+def test_what_needs_other_ranks_and_cannot_reach_them_says_what_to_do(found_by: FoundBy, case: str) -> None:
+    for found in found_by(case):
         assert [kind for kind, _ in found["tried"].values()] == ["OffloadedError", "OffloadedError", "nothing"]
         assert "Call .to('cuda') of it first" in found["tried"]["row"][1]
         assert found["kind"] == "HostDTensor"
 
 
 @pytest.mark.parametrize("case", ["host_shards.loaded"])
-def test_what_is_loaded_in_place_into_shards_on_the_host_is_there_afterwards(found_in: Ranks, case: str) -> None:
-    for rank in found_in(case):
+def test_what_is_loaded_in_place_into_shards_on_the_host_is_there_afterwards(found_by: FoundBy, case: str) -> None:
+    for rank in found_by(case):
         refused = [kind for name, kind in rank.items() if name.startswith("from rank 0 of")]
         assert refused == ["OffloadedError"] * 2
         wrong = {name: names for name, names in rank.items() if isinstance(names, list)}

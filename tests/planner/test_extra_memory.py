@@ -180,6 +180,16 @@ def test_what_is_gone_when_the_second_call_begins_belongs_to_the_step() -> None:
     assert stays.numel() == 8
 
 
+def test_what_is_filled_again_was_gone_once() -> None:
+    """As FSDP1 does it: the parameters of the first layer are gathered again for its backward."""
+    given = torch.ones(16)
+    first = FirstArguments([given])
+    given.untyped_storage().resize_(0)
+    assert first.left_bytes() == 64
+    given.untyped_storage().resize_(64)
+    assert first.left_bytes() == 64
+
+
 GATHERS, REDUCES = 7, 8  # streams
 
 

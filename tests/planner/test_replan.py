@@ -382,6 +382,7 @@ def train(model: nn.Module, call: Any) -> dict[str, Tensor]:
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.slow
 def test_a_compiled_graph_is_followed(one_thread: None) -> None:
     """From the events to the plan."""
     budget = middle(recompute="default")

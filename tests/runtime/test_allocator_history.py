@@ -336,6 +336,34 @@ def test_an_argument_of_the_first_call_belongs_to_the_step(gone: str) -> None:
     assert live.left_bytes == 2048
 
 
+def test_an_argument_of_the_first_call_may_go_after_the_last_one() -> None:
+    """Autograd lets go of it when it has ended the backward."""
+    given = torch.ones(512)
+    allocator = Allocator()
+    live = LiveBytes(history=allocator.history())
+    live.read(("forward", 0), [given], allocator.read())
+    live.call_ended(allocator.read())
+
+    class First(torch.autograd.Function):
+        """Its backward ends the step."""
+
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            live.read(("backward", 0), [], allocator.read())
+            live.call_ended(allocator.read())
+            live.end()
+            assert live.left_bytes == 0
+            given.untyped_storage().resize_(0)
+            return grad
+
+    First.apply(torch.ones(2, requires_grad=True)).sum().backward()  # type: ignore[no-untyped-call]
+    assert live.left_bytes == 2048 == live.above_start()["forward", 0]
+
+
 def test_what_waits_for_a_backward_is_done_at_once_outside_of_one() -> None:
     done: list[int] = []
     after_backward(partial(done.append, 1))

@@ -419,6 +419,17 @@ def test_what_the_first_call_is_given_for_the_step_alone_counts_once(gone: str |
     assert watch.end(Memory(1100, 5000, 2, 1, 5100)).highest == 100
 
 
+def test_what_is_there_again_in_the_backward_was_gone_when_that_began() -> None:
+    """Parameters that are gathered again."""
+    given = torch.ones(16)
+    watch = PeakWatch(Memory(1064, 5000, 1, 1, 5000), [given])
+    watch.forward_begins()
+    given.untyped_storage().resize_(0)
+    watch.first_backward_begins(Memory(1000, 5000, 1, 1, 5000))
+    given.untyped_storage().resize_(64)
+    assert watch.end(Memory(1100, 5000, 2, 1, 5100)).highest == 100
+
+
 def test_the_batch_of_a_single_graph_is_the_callers() -> None:
     given = torch.ones(16)
     watch = PeakWatch(Memory(1064, 5000, 1, 1, 5000), [given])

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from unittest import mock
 
+import pytest
+
 from fxoffload.runtime.profiler.gap_times import BetweenSteps, GapTimes
 from fxoffload.runtime.profiler.stream_events import host_events
 from fxoffload.step.edges import CallAt
+from tests.runtime.test_step_tracker import Script
 
 CALLS: list[CallAt] = [("forward", 0), ("forward", 1), ("backward", 1), ("backward", 0)]
 
@@ -59,3 +62,22 @@ def test_the_least_time_between_the_newest_steps() -> None:
     with mock.patch.object(events, "usable", lambda: False):
         between.step_begins(follows=True)
     assert between.least_ms() == 7.0
+
+
+def test_times_between_steps_are_those_of_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a critic beside a policy. The time until the other one's step is neither's."""
+    now = 0.0
+    script = Script(monkeypatch, events=host_events(lambda: now))
+    script.plan = lambda *args, **more: None
+
+    def least(*steps: tuple[float, str]) -> list[float | None]:
+        """The times of both models after steps, each of them so long after the one before."""
+        nonlocal now
+        for ms, step in steps:
+            now += ms
+            script.play(step)
+        between = [script.graphs[name].chains.between for name in "ab"]
+        return [None if found is None else found.least_ms() for found in between]
+
+    assert least((0.0, "A a"), (3.0, "B b"), (4.0, "A a"), (2.0, "B b")) == [None, None]
+    assert least((9.0, "B b"), (1.0, "A a"), (7.0, "A a"), (1.0, "B b")) == [7.0, 9.0]

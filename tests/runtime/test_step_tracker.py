@@ -46,10 +46,12 @@ class Script:
         chosen: what each forward followed: "plan", "first" or "".
     """
 
-    def __init__(self, patch: pytest.MonkeyPatch, *, sizes: bool = False, budget: bool = True) -> None:
+    def __init__(
+        self, patch: pytest.MonkeyPatch, *, sizes: bool = False, budget: bool = True, events: Any = None
+    ) -> None:
         self.flags = SimpleNamespace(hooks=False, keeps=False, follows=True)
         patch.setattr(step_tracker, "saved_tensor_hooks_active", lambda: self.flags.hooks)
-        self.tracker = StepTracker(dict, in_background=False, memory=lambda: Memory(0, 0))
+        self.tracker = StepTracker(dict, in_background=False, memory=lambda: Memory(0, 0), events=events)
         self.plans: list[int] = []
         self.chosen: list[str] = []
         self.plan: Callable[..., ChainPlan | None] = self._plan

@@ -43,11 +43,9 @@ MIXES = [(0, 0, 0), (1, 1, 1), (2, 2, 2), (0, 1, 2), (2, 0, 1), (1, 2, 0)]
 
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
-    """One thread, nothing compiled before."""
+    """One thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    torch.compiler.reset()
-    fxoffload.reset_stats()
     yield
     torch.set_num_threads(threads)
 
@@ -57,8 +55,8 @@ def alone() -> Iterator[None]:
 
 @pytest.mark.slow_except("False")
 @pytest.mark.parametrize("gate", [False, True])
-def test_every_mix_of_variants_gives_the_same_bits(gate: bool) -> None:
-    forced = Forced(Layers(gate=gate))
+def test_every_mix_of_variants_gives_the_same_bits(gate: bool, same_code: Callable[..., Any]) -> None:
+    forced = Forced(Layers(gate=True)) if gate else same_code(Forced)
     forced.force(0, 0, 0)
     expected = forced.step()
     counts = compile_counts()
@@ -73,6 +71,27 @@ def test_every_mix_of_variants_gives_the_same_bits(gate: bool) -> None:
         assert (stats.bytes_offloaded > 0) == offload
         assert not stats.calls_kept
     assert {**compile_counts(), "segments": 0} == {**counts, "segments": 0}
+
+
+def test_policies_and_decisions_outweigh_a_variant(same_code: Callable[..., Any]) -> None:
+    """Behind all others with the same code: it changes decisions."""
+    forced = same_code(Forced)
+    expected = forced.step()
+    with bundles() as made:
+        forced.force(1, 2, 1)
+        with fxoffload.override_policy("offload_all"):
+            assert_equal(forced.step(), expected)
+        forced.force(1, 2, 1)
+        forced.force(1, 2, 1)
+        for tracked in forced.order:  # should a choice slip through
+            tracked.may_follow = lambda: True
+        with fxoffload.override_policy("offload_all"):
+            assert_equal(forced.step(), expected)
+        for graph in forced.graphs:
+            graph.decisions[graph.saved.candidates[0].name] = True
+        forced.force(1, 2, 1)
+        assert_equal(forced.step(), expected)
+    assert not made
 
 
 @pytest.mark.slow
@@ -408,26 +427,6 @@ def test_a_variant_that_is_not_compiled_is_not_run() -> None:
         assert_equal(forced.step(), expected)
     assert not made
     assert kept_reasons() == {KEPT_WITHOUT_VARIANT: 2}
-
-
-def test_policies_and_decisions_outweigh_a_variant() -> None:
-    forced = Forced()
-    expected = forced.step()
-    with bundles() as made:
-        forced.force(1, 2, 1)
-        with fxoffload.override_policy("offload_all"):
-            assert_equal(forced.step(), expected)
-        forced.force(1, 2, 1)
-        forced.force(1, 2, 1)
-        for tracked in forced.order:  # should a choice slip through
-            tracked.may_follow = lambda: True
-        with fxoffload.override_policy("offload_all"):
-            assert_equal(forced.step(), expected)
-        for graph in forced.graphs:
-            graph.decisions[graph.saved.candidates[0].name] = True
-        forced.force(1, 2, 1)
-        assert_equal(forced.step(), expected)
-    assert not made
 
 
 # -- a plan that has to be made ready ----------------------------------------------------------------------------------

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -39,9 +41,9 @@ def _held() -> tuple[int, int, int, int]:
 
 @pytest.mark.slow_except("aot_eager")
 @pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
-def test_reclaimed_values_donation_and_retain_graph(inner: str) -> None:
+def test_reclaimed_values_donation_and_retain_graph(inner: str, same_code: Callable[..., Any]) -> None:
     torch.set_num_threads(1)
-    model, step = _build(inner)
+    model, step = same_code(_build, inner)
     x = torch.randn(2, 16, 32)
     with fxoffload.override_policy("keep_all"):
         expected = _gradients(model, step(x).sum())
@@ -59,8 +61,8 @@ def test_reclaimed_values_donation_and_retain_graph(inner: str) -> None:
     assert stats.host_bytes_in_use == 0
 
 
-def test_a_dropped_graph_gives_up_its_sources() -> None:
-    model, step = _build("aot_eager")
+def test_a_dropped_graph_gives_up_its_sources(same_code: Callable[..., Any]) -> None:
+    model, step = same_code(_build, "aot_eager")
     x = torch.randn(2, 16, 32)
     _gradients(model, step(x).sum())
     loss = step(x).sum()
@@ -70,8 +72,8 @@ def test_a_dropped_graph_gives_up_its_sources() -> None:
     assert _held() == (0, 0, 0, 0)
 
 
-def test_after_a_backward_that_fails() -> None:
-    model, step = _build("aot_eager")
+def test_after_a_backward_that_fails(same_code: Callable[..., Any]) -> None:
+    model, step = same_code(_build, "aot_eager")
     x = torch.randn(2, 16, 32)
     expected = _gradients(model, step(x).sum())
     out = step(x)
@@ -116,10 +118,14 @@ class _LanguageModel(nn.Module):
         return nn.functional.cross_entropy(self.lm_head(self.stack(x)).flatten(0, 1), labels.flatten())
 
 
-def test_what_the_head_saves_stays_and_the_layers_keep_to_their_window() -> None:
+def _build_language_model() -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
     model = _LanguageModel()
-    step = torch.compile(model, backend="fxoffload", options={**OPTIONS, "inner": "aot_eager"})
+    return model, torch.compile(model, backend="fxoffload", options={**OPTIONS, "inner": "aot_eager"})  # type: ignore[return-value]
+
+
+def test_what_the_head_saves_stays_and_the_layers_keep_to_their_window(same_code: Callable[..., Any]) -> None:
+    model, step = same_code(_build_language_model)
     x, labels = torch.randn(2, 16, 32), torch.randint(4096, (2, 16))
     with fxoffload.override_policy("keep_all"):
         expected = _gradients(model, step(x, labels))
@@ -135,11 +141,9 @@ def test_what_the_head_saves_stays_and_the_layers_keep_to_their_window() -> None
     assert fxoffload.stats().bytes_offloaded == stats.bytes_offloaded
 
 
-def test_only_one_head_stays() -> None:
+def test_only_one_head_stays(same_code: Callable[..., Any]) -> None:
     """Two forwards, then two backwards: one set of logits on the device, not two."""
-    torch.manual_seed(0)
-    model = _LanguageModel()
-    step = torch.compile(model, backend="fxoffload", options={**OPTIONS, "inner": "aot_eager"})
+    model, step = same_code(_build_language_model)
     x, labels = torch.randn(2, 16, 32), torch.randint(4096, (2, 16))
     expected = _gradients(model, step(x, labels))
     fxoffload.reset_stats()

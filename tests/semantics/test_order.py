@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -110,9 +111,13 @@ def test_retain_graph(inner: str) -> None:
         assert_equal(other, steps[0])
 
 
-def test_retained_graph_holds_its_host_memory_until_it_is_dropped() -> None:
+def _build() -> tuple[Stack, Callable[..., Tensor]]:
     model = Stack()
-    module = compiled(model)
+    return model, compiled(model)
+
+
+def test_retained_graph_holds_its_host_memory_until_it_is_dropped(same_code: Callable[..., Any]) -> None:
+    _, module = same_code(_build)
     loss = (module(batch()) ** 2).sum()
     for _ in range(2):
         loss.backward(retain_graph=True)
@@ -123,9 +128,8 @@ def test_retained_graph_holds_its_host_memory_until_it_is_dropped() -> None:
     assert_nothing_held()
 
 
-def test_backward_without_retain_graph_returns_the_memory_at_once() -> None:
-    model = Stack()
-    module = compiled(model)
+def test_backward_without_retain_graph_returns_the_memory_at_once(same_code: Callable[..., Any]) -> None:
+    _, module = same_code(_build)
     loss = (module(batch()) ** 2).sum()
     assert fxoffload.stats().host_bytes_in_use > 0
     loss.backward()
@@ -134,30 +138,9 @@ def test_backward_without_retain_graph_returns_the_memory_at_once() -> None:
         loss.backward()
 
 
-def test_create_graph_gives_first_derivatives_and_torchs_own_error_for_second_ones() -> None:
-    model = Stack()
-    parameters = list(model.parameters())
-    messages = []
-    for backend in ("aot_eager", "fxoffload"):
-        torch.compiler.reset()
-        module = compiled(model) if backend == "fxoffload" else torch.compile(model, backend=backend)
-        loss = (module(batch()) ** 2).sum()
-        first = torch.autograd.grad(loss, parameters, create_graph=True)
-        expected = torch.autograd.grad((model(batch()) ** 2).sum(), parameters)
-        torch.testing.assert_close(first, expected)
-        with pytest.raises(RuntimeError) as caught:
-            sum((g**2).sum() for g in first).backward()
-        messages.append(str(caught.value))
-        del loss, first, caught
-    assert messages[0] == messages[1]
-    gc.collect()  # a graph of gradients is a cycle
-    assert fxoffload.stats().bytes_offloaded > 0
-    assert_nothing_held()
-
-
-def test_dropped_graph_returns_its_memory() -> None:
-    model = Stack()
-    module = compiled(model)
+def test_dropped_graph_returns_its_memory(same_code: Callable[..., Any]) -> None:
+    model, module = same_code(_build)
+    model.zero_grad(set_to_none=True)
     for _ in range(3):
         loss = (module(batch()) ** 2).sum()
         assert fxoffload.stats().host_bytes_in_use > 0
@@ -185,6 +168,45 @@ def _next_step_is_fine(model: Stack, module: Callable[..., Tensor], num_graphs: 
     assert num_dynamo_graphs() == num_graphs
 
 
+def test_error_of_the_caller_between_forward_and_backward(same_code: Callable[..., Any]) -> None:
+    model, module = same_code(_build)
+    (module(batch()) ** 2).sum().backward()
+    graphs = num_dynamo_graphs()
+
+    def step() -> None:
+        loss = (module(batch()) ** 2).sum()
+        assert fxoffload.stats().host_bytes_in_use > 0
+        if loss.isfinite():
+            raise _Trouble
+        loss.backward()
+
+    with pytest.raises(_Trouble):
+        step()
+    gc.collect()
+    _next_step_is_fine(model, module, graphs)
+
+
+def test_create_graph_gives_first_derivatives_and_torchs_own_error_for_second_ones() -> None:
+    model = Stack()
+    parameters = list(model.parameters())
+    messages = []
+    for backend in ("aot_eager", "fxoffload"):
+        torch.compiler.reset()
+        module = compiled(model) if backend == "fxoffload" else torch.compile(model, backend=backend)
+        loss = (module(batch()) ** 2).sum()
+        first = torch.autograd.grad(loss, parameters, create_graph=True)
+        expected = torch.autograd.grad((model(batch()) ** 2).sum(), parameters)
+        torch.testing.assert_close(first, expected)
+        with pytest.raises(RuntimeError) as caught:
+            sum((g**2).sum() for g in first).backward()
+        messages.append(str(caught.value))
+        del loss, first, caught
+    assert messages[0] == messages[1]
+    gc.collect()  # a graph of gradients is a cycle
+    assert fxoffload.stats().bytes_offloaded > 0
+    assert_nothing_held()
+
+
 def test_exception_in_the_middle_of_the_forward() -> None:
     armed = False
 
@@ -206,25 +228,6 @@ def test_exception_in_the_middle_of_the_forward() -> None:
     armed = False
     assert held[0] > 0
     gc.collect()  # the traceback and its frames are a cycle
-    _next_step_is_fine(model, module, graphs)
-
-
-def test_error_of_the_caller_between_forward_and_backward() -> None:
-    model = Stack()
-    module = compiled(model)
-    (module(batch()) ** 2).sum().backward()
-    graphs = num_dynamo_graphs()
-
-    def step() -> None:
-        loss = (module(batch()) ** 2).sum()
-        assert fxoffload.stats().host_bytes_in_use > 0
-        if loss.isfinite():
-            raise _Trouble
-        loss.backward()
-
-    with pytest.raises(_Trouble):
-        step()
-    gc.collect()
     _next_step_is_fine(model, module, graphs)
 
 

@@ -32,8 +32,9 @@ class Returning(nn.Module):
 
 
 Uses = Callable[[tuple[Tensor, ...]], Any]
+ALONE = "the loss alone"
 USES: dict[str, Uses] = {
-    "the loss alone": lambda o: o[0].backward(),
+    ALONE: lambda o: o[0].backward(),
     "logits too": lambda o: (o[0] + o[1].sin().mean()).backward(),
     "logits without the loss": lambda o: o[1].sin().mean().backward(),
     "a view": lambda o: (o[0] + o[2].cos().mean()).backward(),
@@ -54,12 +55,30 @@ def gradients(model: nn.Module, call: Callable[[Tensor], Any], use: Uses) -> dic
     return {**found, "x": x.grad}
 
 
-@pytest.mark.slow_except("the loss alone", "a hook")
-@pytest.mark.parametrize("use", USES.values(), ids=USES)
-def test_gradients_are_those_of_eager(use: Uses) -> None:
+def build() -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     model = Returning()
-    call = torch.compile(model, backend="fxoffload", options=rehearsal_options(policy="offload_all"))
+    return model, torch.compile(model, backend="fxoffload", options=rehearsal_options(policy="offload_all"))
+
+
+@pytest.mark.slow_except("a hook")
+@pytest.mark.parametrize("use", [u for u in USES if u != ALONE])
+def test_gradients_are_those_of_eager(use: str) -> None:
+    check_gradients(*build(), USES[use])
+
+
+def test_gradients_of_the_loss_alone_are_those_of_eager(same_code: Callable[..., Any]) -> None:
+    check_gradients(*same_code(build), USES[ALONE])
+
+
+def test_bits_are_those_without_offloading(same_code: Callable[..., Any]) -> None:
+    model, call = same_code(build)
+    found = gradients(model, call, USES[ALONE])
+    with fxoffload.override_policy("keep_all"):
+        assert_equal(gradients(model, call, USES[ALONE]), found)
+
+
+def check_gradients(model: nn.Module, call: Any, use: Uses) -> None:
     for _ in range(2):
         found = gradients(model, call, use)
         expected = gradients(model, model, use)
@@ -74,7 +93,7 @@ def test_gradients_are_those_of_eager(use: Uses) -> None:
 def test_what_is_made_is_known(uses_logits: bool) -> None:
     model = Returning()
     call = torch.compile(model, backend="fxoffload", options=rehearsal_options(policy="offload_all"))
-    gradients(model, call, USES["logits too" if uses_logits else "the loss alone"])
+    gradients(model, call, USES["logits too" if uses_logits else ALONE])
     (graph,) = fxoffload.graphs()
     assert len(graph.outputs.zeros) == 3
     assert graph.outputs.have_gradients is uses_logits
@@ -107,14 +126,6 @@ def test_a_users_function_whose_result_is_returned_gets_its_zeros() -> None:
     assert bool((seen[1] == 0).all())
 
 
-def test_bits_are_those_without_offloading() -> None:
-    model = Returning()
-    call = torch.compile(model, backend="fxoffload", options=rehearsal_options(policy="offload_all"))
-    found = gradients(model, call, USES["the loss alone"])
-    with fxoffload.override_policy("keep_all"):
-        assert_equal(gradients(model, call, USES["the loss alone"]), found)
-
-
 def test_the_loss_alone() -> None:
     """It is held, and has a gradient; no plan counts that."""
     model = Returning()
@@ -133,8 +144,8 @@ def test_under_compiled_autograd_autograd_makes_the_zeros() -> None:
 
     model = Returning()
     call = torch.compile(model, backend="fxoffload", options=rehearsal_options(policy="offload_all"))
-    expected = gradients(model, model, USES["the loss alone"])
+    expected = gradients(model, model, USES[ALONE])
     with compiled_autograd._enable(torch.compile(backend="eager")):
-        found = gradients(model, call, USES["the loss alone"])
+        found = gradients(model, call, USES[ALONE])
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5)

@@ -1,19 +1,20 @@
 """Models that are sharded in every way, on two and on four CPU processes (gloo): the same bits as without offloading,
 and not one collective more.
 
-All cases of one world run in the same processes, which take seconds to start; each test reads what one case found.
+All cases of one world run in the same processes (``shared.py``); each test reads what one case found.
 """
 
 from __future__ import annotations
 
-import fcntl
-import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from .launch import Ended, Found, launch
+from .launch import TIME_LIMIT_S, Found
+from .shared import ON_FOUR, FoundBy, found_by
+
+__all__ = ["found_by"]  # the fixture
+pytestmark = pytest.mark.timeout(TIME_LIMIT_S + 60)
 
 FLIPPED = (
     "fsdp2.compiled_before",
@@ -43,47 +44,7 @@ FOLLOWED = (
     "tensor.sequence_dtensors_planned",
 )
 PLANNED_GRAPHS = ("wrapped.compiled_ddp_planned", "tensor.sequence_whole_planned")
-UNLIKE = ("ranks.fxoffload_on_one_rank", "ranks.other_length_on_one_rank", "ranks.unequal_lengths")
-# Of plans, first of all: there are none yet.
-WORLDS = {
-    2: ("ranks.checked", *FLIPPED, NOT_COMPILED, *FOLLOWED, *PLANNED_GRAPHS, *UNLIKE),
-    4: (
-        "tensor.mesh_layers",
-        "tensor.mesh_planned",
-        "fsdp2.hybrid_before",
-        "fsdp2.hybrid_whole",
-        "fsdp2.hybrid_planned",
-    ),
-}
 NOTHING = {"groups_on_tape": 0, "host_bytes_in_use": 0}
-
-Worlds = Callable[[int, str], list[Found]]
-
-
-@pytest.fixture(scope="session")
-def worlds(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Worlds:
-    """What the ranks of a world found in a case. A world is started once, whichever worker needs it first, and runs the
-    cases of the tests that are to run."""
-    items = [item for item in request.session.items if "worlds" in getattr(item, "fixturenames", ())]
-    wanted = {item.callspec.params["case"] for item in items}  # pyright: ignore[reportAttributeAccessIssue]
-    base = tmp_path_factory.getbasetemp()
-    shared = base if worker_id == "master" else base.parent
-    ended: dict[int, list[Ended]] = {}
-
-    def found(world: int, case: str) -> list[Found]:
-        if world not in ended:
-            folder = shared / f"sharding{world}"
-            folder.mkdir(exist_ok=True)
-            with (folder / "lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                kept = folder / "ended"
-                if not kept.exists():
-                    cases = [case for case in WORLDS[world] if case in wanted]
-                    kept.write_bytes(pickle.dumps(launch(folder, world, cases)))
-                ended[world] = pickle.loads(kept.read_bytes())
-        return [rank.found(case) for rank in ended[world]]
-
-    return found
 
 
 def assert_same_collectives(found: Found) -> None:
@@ -125,8 +86,8 @@ SHARDED = ("fsdp2.", "wrapped.fsdp1")
 
 @pytest.mark.slow_except("fsdp2.compiled_before")
 @pytest.mark.parametrize("case", FLIPPED)
-def test_offloading_changes_no_bit_and_no_collective(worlds: Worlds, case: str) -> None:
-    for found in worlds(2, case):
+def test_offloading_changes_no_bit_and_no_collective(found_by: FoundBy, case: str) -> None:
+    for found in found_by(case):
         assert_flipped(found)
         assert found["from_eager"] < FAR.get(case, 1e-5)
         if case.startswith(SHARDED):
@@ -135,9 +96,9 @@ def test_offloading_changes_no_bit_and_no_collective(worlds: Worlds, case: str) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [NOT_COMPILED])
-def test_flat_parameters_of_fsdp1_run_uncompiled(worlds: Worlds, case: str) -> None:
+def test_flat_parameters_of_fsdp1_run_uncompiled(found_by: FoundBy, case: str) -> None:
     """Dynamo leaves modules alone whose parameters FSDP1 keeps to itself."""
-    for found in worlds(2, case):
+    for found in found_by(case):
         assert found["differing"] == []
         assert found["from_eager"] == found["num_compiled"] == found["bytes_offloaded"] == 0
         assert_same_collectives(found)
@@ -145,8 +106,8 @@ def test_flat_parameters_of_fsdp1_run_uncompiled(worlds: Worlds, case: str) -> N
 
 @pytest.mark.slow_except("fsdp2.planned")
 @pytest.mark.parametrize("case", FOLLOWED)
-def test_a_plan_for_the_step_is_followed(worlds: Worlds, case: str) -> None:
-    for found in worlds(2, case):
+def test_a_plan_for_the_step_is_followed(found_by: FoundBy, case: str) -> None:
+    for found in found_by(case):
         assert_followed(found)
         steps = found["collectives"]
         if not case.startswith("wrapped.ddp"):  # which sends once more when it rebuilds its buckets
@@ -158,8 +119,8 @@ def test_a_plan_for_the_step_is_followed(worlds: Worlds, case: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", PLANNED_GRAPHS)
-def test_plans_of_graphs_recompute_no_collective(worlds: Worlds, case: str) -> None:
-    for found in worlds(2, case):
+def test_plans_of_graphs_recompute_no_collective(found_by: FoundBy, case: str) -> None:
+    for found in found_by(case):
         assert found["differing"] == []
         assert "recompute" in found["actions"]
         assert min(found["predicted_peaks"]) < max(found["baseline_peaks"])
@@ -169,10 +130,10 @@ def test_plans_of_graphs_recompute_no_collective(worlds: Worlds, case: str) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", WORLDS[4])
-def test_on_a_mesh_of_two_dimensions(worlds: Worlds, case: str) -> None:
+@pytest.mark.parametrize("case", ON_FOUR)
+def test_on_a_mesh_of_two_dimensions(found_by: FoundBy, case: str) -> None:
     """Of 2 x 2: sequence parallelism with FSDP2, and FSDP2 that replicates (HSDP)."""
-    for found in worlds(4, case):
+    for found in found_by(case):
         if case.endswith("planned"):
             assert_followed(found)
         else:
@@ -186,9 +147,9 @@ def test_on_a_mesh_of_two_dimensions(worlds: Worlds, case: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["ranks.fxoffload_on_one_rank"])
-def test_fxoffload_on_one_rank_alone(worlds: Worlds, case: str) -> None:
+def test_fxoffload_on_one_rank_alone(found_by: FoundBy, case: str) -> None:
     """Whatever it would exchange with the others, they would not answer."""
-    mine, other = worlds(2, case)
+    mine, other = found_by(case)
     assert 0 < mine["moved"][-1] < mine["moved"][0]
     assert mine["num_variants"] > 0
     assert other["moved"] == [0] * len(mine["moved"])
@@ -200,8 +161,8 @@ def test_fxoffload_on_one_rank_alone(worlds: Worlds, case: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["ranks.other_length_on_one_rank"])
-def test_one_rank_compiles_and_plans_again(worlds: Worlds, case: str) -> None:
-    mine, other = worlds(2, case)
+def test_one_rank_compiles_and_plans_again(found_by: FoundBy, case: str) -> None:
+    mine, other = found_by(case)
     assert (mine["compiled_later"], other["compiled_later"]) == (1, 0)
     assert (mine["num_plans"], other["num_plans"]) == (2, 1)
     assert len(set(other["moved"])) == 1
@@ -215,8 +176,8 @@ def test_one_rank_compiles_and_plans_again(worlds: Worlds, case: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["ranks.unequal_lengths"])
-def test_unequal_lengths(worlds: Worlds, case: str) -> None:
-    both = worlds(2, case)
+def test_unequal_lengths(found_by: FoundBy, case: str) -> None:
+    both = found_by(case)
     for found in both:
         assert found["differing"] == []
         assert found["from_eager"] < 1e-5
@@ -227,8 +188,8 @@ def test_unequal_lengths(worlds: Worlds, case: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["ranks.checked"])
-def test_check_ranks(worlds: Worlds, case: str) -> None:
-    first, second = worlds(2, case)
+def test_check_ranks(found_by: FoundBy, case: str) -> None:
+    first, second = found_by(case)
     for name in first.keys() - {"seconds"}:
         assert first[name] == second[name], "ranks are told different things"
     found: dict[str, Any] = first
