@@ -420,7 +420,7 @@ class StepTracker:
 
     def backward_begins(self, tracked: TrackedGraph, group: Group, args: Sequence[Any]) -> Group:
         STEP_FIRST.launches()
-        tracked.measure = None
+        tracked.measure = group.following = None
         with self._lock:
             step = self._step
             if step is None:
