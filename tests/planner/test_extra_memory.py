@@ -113,7 +113,7 @@ def test_what_is_seen_between_calls_when_they_ran() -> None:
 
 
 def test_what_is_seen_in_a_pipeline() -> None:
-    """Of each call what is above the graphs' own; an entry stands before each, so there is no turn."""
+    """Bytes above the graphs' own when each call begins. An entry stands before each, so there is no turn."""
     order = CallOrder(tuple((_PHASES[p], int(k)) for p, k in ("f0", "f1", "b0", "f2", "b1", "b2")))
     chain = concatenate([_step()] * 3, [EdgeMemory(((k, "y"),), Moment("forward", k)) for k in range(3)], order)
     ran = _turned(chain, [False] * 3)
