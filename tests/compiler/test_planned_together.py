@@ -326,6 +326,7 @@ def test_validation_without_no_grad_is_not_planned_with_training() -> None:
     assert not any("together" in p.summary for p in plans_since(before))
 
 
+@pytest.mark.slow_except("FF10")
 @pytest.mark.parametrize("order", ["FF10", "FF0F1F23"])
 def test_microbatches_of_a_whole_model(order: str) -> None:
     """F is the next forward, a digit the backward of that one: a plan of the graph counts one, that of the step two."""

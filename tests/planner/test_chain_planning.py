@@ -1052,7 +1052,7 @@ def test_two_models_in_turn() -> None:
 
 
 def test_models_whose_forwards_and_backwards_interleave() -> None:
-    """An actor and a critic. Where the one that was first goes backward last, they are one chain."""
+    """An actor and a critic. Where both go forward first, they are one chain, whichever goes backward first."""
     actor = Run(per_layer(Stack(3), activation_budget="1GiB"), batch(length=LENGTH))
     critic = Run(per_layer(Paths(), activation_budget="1GiB"), batch(1, length=LENGTH))
     critic.model.path = (1, 2, 3, 4)  # type: ignore[assignment]
@@ -1075,15 +1075,18 @@ def test_models_whose_forwards_and_backwards_interleave() -> None:
     moved = []
     with fxoffload.override_policy("keep_all"):
         plain = step("abAB")
-    for order in ("abAB", "abAB", "abBA", "abBA", "abBA", "abAB", "abBA", "aAbB", "abBA"):
+    orders = ["abAB"] * 3 + ["abBA", "abAB", "aAbB", "abAB"] + ["abBA"] * 5
+    for order in orders:
         fxoffload.reset_stats()
         assert_equal(step(order), plain)
         assert_nothing_held()
         moved.append(fxoffload.stats().bytes_offloaded > 0)
         assert fxoffload.stats().num_wrong_predictions <= 1
-    assert [p.label for p in new_plans()][:1] == ["a step over 7 calls of 4 graphs"]
-    # Forwards follow the plan whatever order the backwards take; a backward in between ends the chain.
-    assert moved == [True] * 4 + [False] * 3 + [True, False]
+        if len(moved) in (3, 12):
+            assert [p.label for p in new_plans()] == ["a step over 7 calls of 4 graphs"]
+    # Forwards follow the plan whatever order the backwards take; a backward in between ends the chain. After two steps
+    # in the other order, that one is observed and planned.
+    assert moved == [True, True, False, False, False, True, False, False, False, True, True, False]
 
 
 @pytest.mark.slow

@@ -27,13 +27,15 @@ from fxoffload.planner.windows import no_windows
 from fxoffload.runtime.engine import engine_for
 from fxoffload.runtime.profiler.allocator_trace import Block, Memory
 from fxoffload.runtime.profiler.first_arguments import FirstArguments, OnOtherStreams
+from fxoffload.step.call_order import CallOrder
 from fxoffload.step.edges import CallAt, EdgeMemory, Moment
-from fxoffload.step.readings import PHASES, Readings, Sample
+from fxoffload.step.readings import PHASES, Phase, Readings, Sample
 from fxoffload.step.segment_names import TURN, entry_of
 from tests.marks import examples
 from tests.planner.chains import training_steps
 
 CPU = torch.device("cpu")
+_PHASES: dict[str, Phase] = {"f": "forward", "b": "backward"}
 RATES = ConstantRates(50.0, 50.0)
 
 
@@ -108,6 +110,26 @@ def test_what_is_seen_between_calls_when_they_ran() -> None:
     assert dict(found.gaps) == {**entries, TURN: 211, behind: 1013 + 70, two_behind: 17 + 70}
     assert found.calls == ((0, 0, 100), (0, 1000, 200))
     assert extra_memory_when_calls_begin(chain, ran, {}, gaps) == NO_EXTRA_MEMORY
+
+
+def test_what_is_seen_in_a_pipeline() -> None:
+    """Bytes above the graphs' own when each call begins. An entry stands before each, so there is no turn."""
+    order = CallOrder(tuple((_PHASES[p], int(k)) for p, k in ("f0", "f1", "b0", "f2", "b1", "b2")))
+    chain = concatenate([_step()] * 3, [EdgeMemory(((k, "y"),), Moment("forward", k)) for k in range(3)], order)
+    ran = _turned(chain, [False] * 3)
+    assert TURN not in {b.segment for b in ran.boundaries}
+    # h of those that wait; before f2, that of 1 is left
+    own: dict[CallAt, int] = {("backward", 0): 800, ("forward", 1): 400, ("forward", 2): 400, ("backward", 2): 400}
+    live = {at: nbytes + 100 + i for i, (at, nbytes) in enumerate(own.items())}
+    gaps: dict[CallAt, int] = {("backward", 0): 11, ("forward", 2): 13}
+    found = extra_memory_when_calls_begin(chain, ran, live, gaps)
+    assert found.calls == ((0, 101, 102), (100, 0, 103))
+    assert dict(found.gaps) == {entry_of("backward", 0): 111, entry_of("forward", 2): 115}
+    more = chain.with_extra_memory(found)
+    peaks = {b.segment: b.peak_bytes for b in _turned(more, [False] * 3).boundaries}
+    before = {b.segment: b.peak_bytes for b in ran.boundaries}
+    assert peaks[entry_of("backward", 0)] - before[entry_of("backward", 0)] == 111
+    assert more.with_extra_memory(NO_EXTRA_MEMORY).step.backward == chain.step.backward
 
 
 def test_less_than_the_graphs_take_is_nothing() -> None:

@@ -163,7 +163,7 @@ def test_what_is_read_before_it_is_written_in_this_order() -> None:
 
 @st.composite
 def orders(draw: st.DrawFn, count: int) -> CallOrder:
-    """Any order of so many calls."""
+    """Any order of ``count`` calls."""
     calls: list[CallAt] = []
     waiting: list[int] = []
     begun = 0
@@ -271,5 +271,5 @@ def test_plans_move_no_more_than_they_must(text: str, share: float) -> None:
 
 
 def _slow(segments: Sequence[SegmentStep]) -> tuple[SegmentStep, ...]:
-    """Copies hide behind the computation: to move less is all that counts."""
+    """All copies hide: to move less is all that counts."""
     return tuple(replace(s, ms=0.0 if lies_between(s.name) else 1e3) for s in segments)

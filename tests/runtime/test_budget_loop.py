@@ -60,7 +60,8 @@ class Step:
 
 class Model:
     """Calls that keep or offload their saved values, under a budget. Its planner fills the budget with kept values, by
-    the extra memory that was read. It does not know that graphs that keep as much take ``error`` units more.
+    the extra memory that was read. It does not know that graphs that keep as much take ``error`` units more. Backwards
+    run in reverse, or ``oldest_first``.
 
     Attributes:
         plans: how many units each plan keeps.
@@ -69,8 +70,15 @@ class Model:
     """
 
     def __init__(
-        self, allocator: Watched, calls: StepTracker, budget: int, *, error: Callable[[int], int] = lambda _: 0
+        self,
+        allocator: Watched,
+        calls: StepTracker,
+        budget: int,
+        *,
+        error: Callable[[int], int] = lambda _: 0,
+        oldest_first: bool = False,
     ) -> None:
+        self.first_backward = 0 if oldest_first else -1
         self.allocator, self.budget, self.error = allocator, budget, error
         self.plans: list[int] = []
         self.peaks: list[int] = []
@@ -91,7 +99,7 @@ class Model:
         /,
         meanwhile: Meanwhile | None = None,
     ) -> ChainPlan:
-        at = ("backward", len(tracked_graphs) - 1)
+        at = ("backward", range(len(tracked_graphs))[self.first_backward])
         beside = max(seen.live_bytes.get(at, 0) + seen.gap_bytes.get(at, 0), 0) + seen.margin_bytes
         room = self.budget - beside // UNIT
         num_kept = max(min(room // SAVED, len(tracked_graphs)), 0)
@@ -107,6 +115,7 @@ class Model:
             spare_bytes=max(room - num_kept * SAVED, 0) * UNIT,
             least=(Choice((True,)),) * len(tracked_graphs),
             costs_time=num_kept < len(tracked_graphs),
+            order=seen.order,
         )
 
     def step(self, between: Step | None = None, *, num_calls: int | None = None) -> int:
@@ -135,7 +144,7 @@ class Model:
         if kept and self.error(kept):
             memory.pass_by(self.error(kept) * UNIT)
         while saved:
-            tracked, _, nbytes, address = saved.pop()
+            tracked, _, nbytes, address = saved.pop(self.first_backward)
             tracked.backward_begins(Group(), [])
             if nbytes:
                 memory.free(nbytes, address=address)
@@ -201,6 +210,17 @@ def test_eager_memory_that_grows_or_appears_late(world: World, first: int, more:
     assert max(found[2:]) <= 30
     assert found[-1] == 26 and model.plans[-1] == 10
     assert model.records[-4:] == [False] * 4
+
+
+@pytest.mark.parametrize("first", [2, 5])
+def test_a_step_in_another_order_is_held_to_its_budget(world: World, first: int) -> None:
+    """The backwards in the order of the forwards: observed, judged and corrected as any other step."""
+    model = world.model(30, oldest_first=True)
+    model.steps(first, HEAD)
+    found = model.steps(8, Step(passing=16))
+    assert found[0] > 30 or first == 2
+    assert max(found[2:]) <= 30
+    assert found[-1] == 26 and model.plans[-1] == 10
 
 
 def test_outputs_that_are_not_held_any_more(world: World) -> None:

@@ -223,6 +223,29 @@ def test_a_step_departs_from_the_plan_of_a_pipeline(pipeline: Script, step: str,
     assert pipeline.plans == [8]
 
 
+def test_a_pipeline_waits_whole_for_a_plan_that_has_to_be_made_ready(script: Script) -> None:
+    """The plan is not followed from the middle of a step."""
+    plan, made_ready = script.plan, []
+
+    def unready(*args: Any, **more: Any) -> ChainPlan | None:
+        made = plan(*args, **more)
+        assert made is not None
+        made.prepare = lambda: made_ready.append(len(script.tracker._step.calls) if script.tracker._step else 0)
+        return made
+
+    script.plan = unready
+    script.play(PIPELINE)
+    script.play(PIPELINE)
+    script.tracker._make_ready = lambda tracked, chain: False  # type: ignore[method-assign]
+    assert script.play(PIPELINE) == "waiting complete"
+    assert script.play("A B A B b0 a0") == "waiting"
+    del script.tracker._make_ready
+    assert script.play("A B b0 a0 A B b0 a0 b a") == "waiting complete"
+    assert made_ready == []
+    assert script.play(PIPELINE) == "following complete"
+    assert made_ready == [8]  # the calls of the step before, which is over by then
+
+
 def test_another_order_is_observed_after_two_steps(pipeline: Script) -> None:
     for _ in range(2):
         assert pipeline.play("A B A B b a b a") == "following irregular (missed)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -21,7 +22,9 @@ from fxoffload.step.readings import Phase
 from fxoffload.torch_private.storages import StorageRef
 
 # A step of more calls is no pipeline.
-MOST_CALLS = 1 << 12
+_MOST_CALLS = 1 << 12
+# A step in them may turn out to be any order of calls.
+_OBSERVABLE = (StepState.OBSERVING, StepState.WAITING)
 
 
 @dataclass(eq=False)
@@ -148,9 +151,43 @@ class RunningStep:
         run forward and backward: the same calls never wait twice in a pipeline that is planned.
         """
         waiting = self.waiting()
-        if not waiting or waiting in self.waited or len(self.calls) >= MOST_CALLS:
+        if not waiting or waiting in self.waited or len(self.calls) >= _MOST_CALLS:
             return False
         return not any(call.is_left_behind() for call in self.pending)
+
+    def goes_on_with(self, tracked: TrackedGraph) -> bool:
+        """Whether a forward of ``tracked`` that begins after a backward is one of this step."""
+        if self.running is not None or not self.pending:
+            return False
+        if self.expected is not None:
+            place = len(self.calls)
+            return self.next_expected == ("forward", place) and self.expected.has(place, tracked)
+        if self.order_expected is not None:  # it departed: the rest of its calls are no step of their own
+            return bool(self.waiting()) and len(self.calls) < len(self.order_expected.backwards)
+        return self.state in _OBSERVABLE and self.is_pipeline
+
+    def call_of(self, tracked: TrackedGraph, group: Group) -> tuple[CallOfStep | None, Departure | None]:
+        """The call whose backward begins with the tokens of ``group``, None where it is unknown; and why the step
+        departs, None where it does not."""
+        expected, at = self.expected, self.next_expected
+        if at is None:
+            first = self.pending[-1] if self.pending else None
+        else:
+            first = next((c for c in self.pending if ("backward", c.place) == at), None)
+        if first is not None and first.tracked() is tracked and first.saved(group):
+            is_whole = at is not None or expected is None or len(self.calls) == len(expected.tracked_graphs)
+            return first, None if self.phase == "backward" or is_whole else Departure.MISSED
+        others = [c for c in self.pending if c.tracked() is tracked and c.saved(group)]
+        call = others[-1] if others else None
+        if call is not None and expected is not None:
+            return call, Departure.MISSED
+        is_sure = call is not None and (len(group) > 0 or len(others) == 1)
+        return call, None if is_sure and self.state in _OBSERVABLE else Departure.UNUSUAL
+
+    def groups_of(self, places: Sequence[int]) -> tuple[weakref.ref[Group], ...]:
+        """Of the calls at these places whose backwards have not begun."""
+        waiting = {call.place: call.group for call in self.pending}
+        return tuple(ref for place in places if (ref := waiting.get(place)) is not None)
 
     @property
     def next_expected(self) -> CallAt | None:

@@ -313,7 +313,7 @@ class StepTracker:
 
     def _is_over(self, step: RunningStep, tracked: TrackedGraph) -> bool:
         if step.phase == "backward":
-            return not self._is_pipeline(step, tracked)
+            return not step.goes_on_with(tracked)
         goes_on = step.plan is not None and step.plan.has(len(step.calls), tracked)
         if goes_on and (not step.calls or any(c.may_wait() for c in step.pending)):
             return False
@@ -321,18 +321,6 @@ class StepTracker:
         # under override_policy("keep_all"), which the caller may hold to compare it with the plan's steps.
         repeats = bool(step.calls) and (step.calls[0].tracked() is tracked or len(step.calls) % _MOST_FORWARDS == 0)
         return repeats and (step.keeps or not any(c.waits() for c in step.pending))
-
-    @staticmethod
-    def _is_pipeline(step: RunningStep, tracked: TrackedGraph) -> bool:
-        """Whether a forward of ``tracked`` that begins after a backward is one of the same step."""
-        if step.running is not None or not step.pending:
-            return False
-        if step.expected is not None:
-            place = len(step.calls)
-            return step.next_expected == ("forward", place) and step.expected.has(place, tracked)
-        if step.order_expected is not None:  # it departed: the rest of its calls are no step of their own
-            return bool(step.waiting()) and len(step.calls) < len(step.order_expected.backwards)
-        return step.state in (StepState.OBSERVING, StepState.WAITING) and step.is_pipeline
 
     def _begin(self, tracked: TrackedGraph, args: Sequence[Any]) -> RunningStep:
         chains = tracked.chains
@@ -421,12 +409,12 @@ class StepTracker:
 
     def backward_begins(self, tracked: TrackedGraph, group: Group, args: Sequence[Any]) -> Group:
         STEP_FIRST.launches()
-        tracked.measure = None
+        tracked.measure = group.following = None
         with self._lock:
             step = self._step
             if step is None:
                 return group
-            call, why = self._call_of(step, tracked, group)
+            call, why = step.call_of(tracked, group)
             if why is not None:
                 step.depart(why)
             if call is None:
@@ -454,29 +442,8 @@ class StepTracker:
             empty, call.empty = call.empty, None
             group = empty if empty is not None and not len(group) else group
             if step.plan is not None and step.plan.order is not None:
-                places = step.plan.order.following(call.place)
-                waiting = {c.place: c.group for c in step.pending}
-                group.following = tuple(ref for place in places if (ref := waiting.get(place)) is not None)
+                group.following = step.groups_of(step.plan.order.following(call.place))
             return group
-
-    @staticmethod
-    def _call_of(step: RunningStep, tracked: TrackedGraph, group: Group) -> tuple[CallOfStep | None, Departure | None]:
-        """The call whose backward begins, and why the step departs; None: unknown, or it does not."""
-        expected, at = step.expected, step.next_expected
-        if at is None:
-            first = step.pending[-1] if step.pending else None
-        else:
-            first = next((c for c in step.pending if ("backward", c.place) == at), None)
-        if first is not None and first.tracked() is tracked and first.saved(group):
-            is_whole = at is not None or expected is None or len(step.calls) == len(expected.tracked_graphs)
-            return first, None if step.phase == "backward" or is_whole else Departure.MISSED
-        others = [c for c in step.pending if c.tracked() is tracked and c.saved(group)]
-        call = others[-1] if others else None
-        if call is not None and expected is not None:
-            return call, Departure.MISSED
-        may_be_observed = step.state in (StepState.OBSERVING, StepState.WAITING)
-        is_sure = call is not None and (len(group) > 0 or len(others) == 1)
-        return call, None if may_be_observed and is_sure else Departure.UNUSUAL
 
     def backward_ends(self, tracked: TrackedGraph, results: Sequence[Any]) -> None:
         with self._lock:
