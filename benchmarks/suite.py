@@ -39,8 +39,8 @@ class Run:
 LARGE_PAGES = "expandable_segments:True,large_segment_size_mb:64"
 AT_CHECKPOINT = "auto@activation_budget=1.02*checkpoint"
 SHARDED = "host_budget=64GiB steps=8 warmup=1"
-# Pieces that may be switched off (`fxoffload.environment.PIECES`): of a model that is one graph, and of one whose layers
-# are compiled each on its own. The others guard, or switch everything off.
+# Pieces that may be switched off (`fxoffload.environment.PIECES`): of a model that is one graph, and of one whose
+# layers are compiled each on its own. The others guard, or switch everything off.
 PIECES_OF_A_GRAPH = ("measured_costs", "calibration", "donation", "segment_reuse", "kernel_overlap", "prefetch")
 PIECES_OF_LAYERS = ("tape_plan", "tape_recompute", "calibration", "pacing", "host_trim", "cross_graph_prefetch")
 

@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 
+from fxoffload.runtime.profiler import gap_times
 from fxoffload.runtime.profiler.gap_times import BetweenSteps, GapTimes
 from fxoffload.runtime.profiler.stream_events import host_events
 from fxoffload.step.edges import CallAt
@@ -40,6 +41,7 @@ def test_of_a_step_that_is_not_the_expected_one_nothing_is_known() -> None:
     assert times.ms() == {}
 
 
+@mock.patch.object(gap_times, "_MOST_PAIRS", 4)
 def test_the_least_time_between_the_newest_steps() -> None:
     now = 0.0
     events = host_events(lambda: now)
