@@ -219,15 +219,10 @@ TABLES = (
         + (
             Rows("2026-11-28-h200-stock-mistral-packed.json", _STOCK, of="Mistral, packed", where_there=True),
             Rows(
-                "2026-11-28-2xh200-stock-fsdp.json",
+                "2026-11-28-2xh200-stock-fsdp-later.json",
                 _STOCK | FSDP_STOCK,
                 of="FSDP2, two GPUs, 16 layers",
                 where_there=True,
-            ),
-            Rows(
-                "2026-11-28-2xh200-stock-fsdp-contended.json",
-                {"checkpoint": _STOCK["checkpoint"]},
-                of="the same, an hour before",
             ),
         ),
         of="model",
