@@ -15,7 +15,6 @@ import torch
 from torch._logging._internal import trace_log
 
 from tests.marks import draw_few, examples
-from tests.quick_torch import quicken
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -44,7 +43,16 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.collect()
     gc.freeze()
 
-    quicken()
+    # Dynamo times the guards of all it compiles, for its log, and flushes the machine's caches first: with two
+    # processes that takes a tenth of the time.
+    torch._dynamo.guards.profile_guard_manager = lambda *args: 0.0  # pyright: ignore[reportAttributeAccessIssue]
+    # AOTAutograd prints every graph for its log too, which nobody else does with definitions of what the graph calls.
+    printed = torch.fx.GraphModule.print_readable
+
+    def print_readable(self: torch.fx.GraphModule, *args: Any, expanded_def: bool = False, **how: Any) -> str:
+        return "" if expanded_def else printed(self, *args, **how)
+
+    torch.fx.GraphModule.print_readable = print_readable  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @pytest.hookimpl(tryfirst=True)
