@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fxoffload.compiler.chain_planning import ChainPlanning
 from fxoffload.planner import ConstantRates, SegmentStep, TrainingStep, simulate
 from fxoffload.planner.chain import Chain, concatenate
 from fxoffload.planner.formulate import problem_of
@@ -18,6 +22,7 @@ from fxoffload.planner.simulate import Boundary, Simulation
 from fxoffload.planner.solve import least_time
 from fxoffload.planner.solve_schedule import Loads
 from fxoffload.planner.windows import least_peak_bytes, no_windows, windows_for
+from fxoffload.runtime.tracker.step_memory import EdgeWatch
 from fxoffload.step.call_order import CallOrder
 from fxoffload.step.choice import Windows
 from fxoffload.step.edges import CallAt, EdgeMemory, Moment, later
@@ -273,3 +278,25 @@ def test_plans_move_no_more_than_they_must(text: str, share: float) -> None:
 def _slow(segments: Sequence[SegmentStep]) -> tuple[SegmentStep, ...]:
     """All copies hide: to move less is all that counts."""
     return tuple(replace(s, ms=0.0 if lies_between(s.name) else 1e3) for s in segments)
+
+
+def test_of_the_inputs_of_a_forward_those_that_autograd_made_can_be_watched() -> None:
+    leaf = torch.ones(4)
+    made = torch.ones(4, requires_grad=True) * 2
+    watch = EdgeWatch()
+    assert watch.watch("forward", 0, ["leaf", "made"], [leaf, made], is_input=True)
+    assert watch.watch("forward", 0, ["output"], [torch.ones(4)])
+    assert [(item.members[0][1], item.watched) for item in watch.edge_memory()] == [
+        ("leaf", False),
+        ("made", True),
+        ("output", True),
+    ]
+
+
+@pytest.mark.parametrize("order", [None, order_of("FF01")])
+def test_times_of_an_unusual_order_are_not_measured(order: CallOrder | None) -> None:
+    described = SimpleNamespace(settings=SimpleNamespace(calibrates=True))
+    planning: Any = SimpleNamespace(descriptions=[described], sizes=(), order=order)
+    calibrates = ChainPlanning.calibrates.fget
+    assert calibrates is not None
+    assert calibrates(planning) is (order is None)

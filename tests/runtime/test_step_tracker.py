@@ -19,7 +19,7 @@ import torch
 from fxoffload.runtime.profiler.allocator_trace import Memory
 from fxoffload.runtime.tracker import step_state, step_tracker
 from fxoffload.runtime.tracker.chains import ChainPlan, Sizes
-from fxoffload.runtime.tracker.step_state import BEGINNINGS, NEXT, StepEvent, StepState, after
+from fxoffload.runtime.tracker.step_state import BEGINNINGS, NEXT, Departure, StepEvent, StepState, after
 from fxoffload.runtime.tracker.step_tracker import StepTracker
 from fxoffload.runtime.transfer import Group
 from fxoffload.step.choice import Choice
@@ -246,6 +246,13 @@ def test_a_pipeline_waits_whole_for_a_plan_that_has_to_be_made_ready(script: Scr
     assert made_ready == [8]  # the calls of the step before, which is over by then
 
 
+def test_two_orders_of_the_same_graphs_are_not_one_chain(script: Script) -> None:
+    for step in ("A B A B b0 a0 b a", "A B A B b a b a"):
+        assert script.play(step) == "observing complete"
+    script.play("A")
+    assert script.plans == []
+
+
 def test_another_order_is_observed_after_two_steps(pipeline: Script) -> None:
     for _ in range(2):
         assert pipeline.play("A B A B b a b a") == "following irregular (missed)"
@@ -288,6 +295,36 @@ def test_evaluations_whose_results_are_kept_until_the_next(script: Script) -> No
         script.waiting.clear()
         step = script.tracker._step
         assert step is not None and len(step.calls) <= 6
+
+
+def test_a_forward_that_the_order_does_not_have_next_departs(pipeline: Script) -> None:
+    """Though it is one of the graph that is forwarded next. The rest of the step's calls are no step of their own."""
+    assert pipeline.play("A B A B A") == "following irregular (missed)"
+    pipeline.play("B b0 a0 A")
+    step = pipeline.tracker._step
+    assert step is not None and len(step.calls) == 7
+
+
+def test_an_evaluation_that_was_dropped_ends_a_step(script: Script) -> None:
+    """In a pipeline every forward that has begun goes backward."""
+    script.play("A B C c")
+    del script.waiting[0]  # of the first
+    script.play("A")
+    step = script.tracker._step
+    assert step is not None and len(step.calls) == 1
+
+
+def test_of_two_calls_that_saved_nothing_to_tell_them_by_the_one_that_goes_backward_is_unknown(script: Script) -> None:
+    script.play("A A B")
+    step = script.tracker._step
+    assert step is not None
+    graph, empty = script.graphs["a"], Group()
+    others = step.pending[:2]
+    for call in others:
+        call.group = weakref.ref(empty)
+    assert step.call_of(graph, empty) == (others[1], Departure.UNUSUAL)
+    others[0].group = weakref.ref(script.waiting[0][1])
+    assert step.call_of(graph, empty) == (others[1], None)
 
 
 def test_a_plan_does_not_join_an_evaluation_to_the_step_before(planned: Script) -> None:
