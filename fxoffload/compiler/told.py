@@ -28,15 +28,15 @@ def the_plan_wins(ignored: str) -> None:
 
 def checkpointing_stays() -> None:
     """No plan for the step takes the place of activation checkpointing."""
-    log.info("no two steps were alike: activation checkpointing of graphs of one layer goes on being obeyed")
+    log.info("steps change too often: activation checkpointing of graphs of one layer goes on being obeyed")
 
 
 def irregular_steps(budget_bytes: int) -> None:
     """No plan for the step is made, though there is a budget."""
     tell.warn(
         "expected steps that run the same compiled graphs forward and backward in the same order, to plan for an "
-        f"activation_budget of {format_bytes(budget_bytes)}; found none that came twice in a row. Such steps run "
-        "without a plan for all of them, and the budget is not checked",
+        f"activation_budget of {format_bytes(budget_bytes)}; found steps that change too often. They run "
+        "without a plan for all of their graphs, and the budget is not checked",
     )
 
 

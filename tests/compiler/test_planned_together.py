@@ -385,4 +385,4 @@ def test_an_order_that_is_never_planned_is_told_of() -> None:
         for i in range(20):
             microbatches(reverses=i % 2 == 0)
     assert len(warned) == 1
-    assert "found none that came twice in a row" in warned[0]
+    assert "found steps that change too often" in warned[0]

@@ -17,13 +17,14 @@ import pytest
 import torch
 
 from fxoffload.runtime.profiler.allocator_trace import Memory
-from fxoffload.runtime.tracker import step_state, step_tracker
+from fxoffload.runtime.tracker import running_step, step_state, step_tracker
 from fxoffload.runtime.tracker.chains import ChainPlan, Sizes
 from fxoffload.runtime.tracker.step_state import BEGINNINGS, NEXT, Departure, StepEvent, StepState, after
 from fxoffload.runtime.tracker.step_tracker import StepTracker
 from fxoffload.runtime.transfer import Group
 from fxoffload.step.choice import Choice
 from fxoffload.step.edges import Edges
+from fxoffload.torch_private.storages import StorageRef
 
 AT_FIRST, PLANNED = Choice((True,)), Choice((False, True))
 
@@ -323,8 +324,38 @@ def test_of_two_calls_that_saved_nothing_to_tell_them_by_the_one_that_goes_backw
     for call in others:
         call.group = weakref.ref(empty)
     assert step.call_of(graph, empty) == (others[1], Departure.UNUSUAL)
+    values = [torch.ones(1), torch.ones(1)]
+    for call, value in zip(others, values, strict=True):
+        call.kept = StorageRef(value)
+    assert step.call_of(graph, empty, [values[0], 3]) == (others[0], None)
+    assert step.call_of(graph, empty, [torch.ones(1)]) == (None, Departure.UNUSUAL)  # run before, under retain_graph
     others[0].group = weakref.ref(script.waiting[0][1])
     assert step.call_of(graph, empty) == (others[1], None)
+
+
+def test_a_loop_whose_forwards_run_ahead_of_its_backwards_ends_its_steps(
+    script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running_step, "_MOST_TURNS", 3)
+    script.play("A")
+    lengths = []
+    for _ in range(8):
+        script.play("A a0")
+        step = script.tracker._step
+        assert step is not None
+        lengths.append(len(step.calls))
+    assert max(lengths) == 5
+
+
+def test_plans_that_are_lost_for_good_are_told_of(planned: Script) -> None:
+    told: list[int] = []
+    for graph in planned.graphs.values():
+        graph.gives_up = lambda: told.append(1)
+    for step in ("A C c a", "A B b a") * 2:
+        for _ in range(5):
+            planned.play(step)
+    assert planned.plans == [2, 2, 2]
+    assert told == [1]
 
 
 def test_a_plan_does_not_join_an_evaluation_to_the_step_before(planned: Script) -> None:

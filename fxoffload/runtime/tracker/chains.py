@@ -448,7 +448,8 @@ class Chains:
     @property
     def gives_up(self) -> bool:
         """Whether steps were recorded for the last time, and none has a plan."""
-        return self.num_records == _MOST_RECORDS and self.known is None and not self._num_plans
+        is_last = self.num_records == _MOST_RECORDS and self.known is None
+        return is_last and not any(chain.plan is not None for chain in self.all)
 
     def get(self, sizes: Sizes) -> SizedChain | None:
         """The chain of these sizes, if it is remembered."""

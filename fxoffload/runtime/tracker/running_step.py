@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from fxoffload.runtime.profiler.chain_clock import StepRecording
@@ -19,10 +20,11 @@ from fxoffload.runtime.transfer import Group
 from fxoffload.step.call_order import CallOrder
 from fxoffload.step.edges import CallAt
 from fxoffload.step.readings import Phase
-from fxoffload.torch_private.storages import StorageRef
+from fxoffload.torch_private.storages import StorageRef, storage_key
 
-# A step of more calls is no pipeline.
-_MOST_CALLS = 1 << 12
+# A loop whose forwards run one step ahead of its backwards never ends. After so many turns from backwards to forwards
+# the next forward begins a step.
+_MOST_TURNS = 256
 # A step in them may turn out to be any order of calls.
 _OBSERVABLE = (StepState.OBSERVING, StepState.WAITING)
 
@@ -77,6 +79,7 @@ class RunningStep:
         order: their forwards and backwards so far, in the order in which they began.
         order_expected: of the chain that it was expected to be when it began, where that is not the usual order.
         waited: the calls that waited whenever a forward began after a backward.
+        num_turns: how often a forward began right after a backward.
         pending: those whose backward has not begun.
         running: the call whose backward runs.
         phase: backward once one has begun.
@@ -105,6 +108,7 @@ class RunningStep:
     order: list[CallAt] = field(default_factory=list)
     order_expected: CallOrder | None = None
     waited: set[tuple[int, ...]] = field(default_factory=set)
+    num_turns: int = 0
     pending: list[CallOfStep] = field(default_factory=list)
     running: CallOfStep | None = None
     phase: Phase = "forward"
@@ -151,7 +155,7 @@ class RunningStep:
         run forward and backward: the same calls never wait twice in a pipeline that is planned.
         """
         waiting = self.waiting()
-        if not waiting or waiting in self.waited or len(self.calls) >= _MOST_CALLS:
+        if not waiting or waiting in self.waited or self.num_turns >= _MOST_TURNS:
             return False
         return not any(call.is_left_behind() for call in self.pending)
 
@@ -166,18 +170,32 @@ class RunningStep:
             return bool(self.waiting()) and len(self.calls) < len(self.order_expected.backwards)
         return self.state in _OBSERVABLE and self.is_pipeline
 
-    def call_of(self, tracked: TrackedGraph, group: Group) -> tuple[CallOfStep | None, Departure | None]:
+    def forward_begins(self, tracked: TrackedGraph, sizes: Sizes) -> int:
+        """A forward of ``tracked`` is one of this step. Returns its place."""
+        if self.phase == "backward" and self.state in _OBSERVABLE:
+            self.waited.add(self.waiting())
+            self.num_turns += self.order[-1][0] == "backward"
+        place = len(self.calls)
+        self.calls.append(CallOfStep(weakref.ref(tracked), place, sizes))
+        self.order.append(("forward", place))
+        return place
+
+    def call_of(
+        self, tracked: TrackedGraph, group: Group, args: Sequence[object] = ()
+    ) -> tuple[CallOfStep | None, Departure | None]:
         """The call whose backward begins with the tokens of ``group``, None where it is unknown; and why the step
-        departs, None where it does not."""
+        departs, None where it does not. ``args``: of the backward."""
         expected, at = self.expected, self.next_expected
         if at is None:
             first = self.pending[-1] if self.pending else None
         else:
             first = next((c for c in self.pending if ("backward", c.place) == at), None)
-        if first is not None and first.tracked() is tracked and first.saved(group):
+        others = [c for c in self.pending if c.tracked() is tracked and c.saved(group)]
+        if len(others) > 1 and not len(group):
+            others = _given(others, args)
+        if first is not None and any(c is first for c in others):
             is_whole = at is not None or expected is None or len(self.calls) == len(expected.tracked_graphs)
             return first, None if self.phase == "backward" or is_whole else Departure.MISSED
-        others = [c for c in self.pending if c.tracked() is tracked and c.saved(group)]
         call = others[-1] if others else None
         if call is not None and expected is not None:
             return call, Departure.MISSED
@@ -250,3 +268,12 @@ class RunningStep:
             recording.end()
         elif recording is not None:
             recording.drop()
+
+
+def _given(calls: list[CallOfStep], args: Sequence[object]) -> list[CallOfStep]:
+    """Those whose saved values are among the arguments of a backward: calls that moved nothing have no tokens to tell
+    them by. All, where one saved nothing but inputs."""
+    if any(call.kept is None for call in calls):
+        return calls
+    keys = {storage_key(a) for a in args if isinstance(a, Tensor) and a.layout is torch.strided}
+    return [call for call in calls if call.kept is not None and call.kept.key in keys]

@@ -47,7 +47,7 @@ from fxoffload.runtime.tracker.chains import (
 )
 from fxoffload.runtime.tracker.hold_to_budget import HoldToBudget
 from fxoffload.runtime.tracker.own_plan import OwnPlan, PlainCalls, plan_together
-from fxoffload.runtime.tracker.running_step import CallOfStep, RunningStep
+from fxoffload.runtime.tracker.running_step import RunningStep
 from fxoffload.runtime.tracker.step_memory import LiveBytes
 from fxoffload.runtime.tracker.step_state import Departure, StepState
 from fxoffload.runtime.tracker.tracked_graph import TrackedGraph
@@ -190,11 +190,7 @@ class StepTracker:
             keeps, sizes = tracked.may_keep(), tracked.sizes_of(args)
             if step.is_regular and (why := self._departure(step, tracked, sizes, keeps=keeps)) is not None:
                 step.depart(why)
-            place = len(step.calls)
-            if step.phase == "backward":
-                step.waited.add(step.waiting())
-            step.calls.append(CallOfStep(weakref.ref(tracked), place, sizes))
-            step.order.append(("forward", place))
+            place = step.forward_begins(tracked, sizes)
             if self._hold is not None and place:
                 self._hold.forward_begins(step)
             self._plan_together(step, tracked)
@@ -414,7 +410,7 @@ class StepTracker:
             step = self._step
             if step is None:
                 return group
-            call, why = step.call_of(tracked, group)
+            call, why = step.call_of(tracked, group, args)
             if why is not None:
                 step.depart(why)
             if call is None:
@@ -622,6 +618,8 @@ class StepTracker:
             first.chains.outgrown(chain)
         elif step.departure in (Departure.MISSED, Departure.OUTGREW) and first.chains.missed(chain):
             log.info("steps are not what was planned any more: they are recorded again")
+            if chain.is_tired and not chain.sizes:
+                first.gives_up()
 
     def _watch_host_memory(self, step: RunningStep) -> None:
         """A step with a backward is over. Tell the trim whether it followed its plan: unneeded memory may go then."""
