@@ -110,7 +110,7 @@ class PeakWatch:
         self._turn = [memory]
 
     def first_backward_begins(self, memory: Memory) -> None:
-        """All forwards have ended."""
+        """The forwards before it have ended."""
         self._see_first()
         self._trace.add(memory)
         self._turn.append(memory)

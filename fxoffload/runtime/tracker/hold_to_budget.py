@@ -81,7 +81,7 @@ class HoldToBudget:
             step.peak_watch.forward_ended(self._memory())
 
     def first_backward_begins(self, step: RunningStep) -> None:
-        """All forwards have ended."""
+        """The forwards before it have ended."""
         if step.peak_watch is not None:
             step.peak_watch.first_backward_begins(self._memory())
 

@@ -12,8 +12,9 @@
     complete    have all returned
     irregular   run as they would without a plan       it counts as missed where it departed from what was expected
 
-A step ends when no forward waits for its backward. Until then a forward that begins after a backward is one of the
-step where it is expected there, or where the step may be a pipeline (``RunningStep.is_pipeline``).
+A step ends when no forward waits for its backward, or where it turns out to be no pipeline. Until then a forward that
+begins after a backward is one of the step where it is expected there, or where the step may be a pipeline
+(``RunningStep.is_pipeline``).
 
 A step begins in one of ``BEGINNINGS``; ``NEXT`` has all other transitions. A state that an event does not lead out of
 stays. Whatever happens, bits are the same: a call's choice is settled when it begins.
