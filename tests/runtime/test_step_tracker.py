@@ -328,7 +328,7 @@ def test_of_two_calls_that_saved_nothing_to_tell_them_by_the_one_that_goes_backw
     for call, value in zip(others, values, strict=True):
         call.kept = StorageRef(value)
     assert step.call_of(graph, empty, [values[0], 3]) == (others[0], None)
-    assert step.call_of(graph, empty, [torch.ones(1)]) == (None, Departure.UNUSUAL)  # run before, under retain_graph
+    assert step.call_of(graph, empty, [torch.ones(1)]) == (others[1], Departure.UNUSUAL)
     others[0].group = weakref.ref(script.waiting[0][1])
     assert step.call_of(graph, empty) == (others[1], None)
 

@@ -272,8 +272,7 @@ class RunningStep:
 
 def _given(calls: list[CallOfStep], args: Sequence[object]) -> list[CallOfStep]:
     """Those whose saved values are among the arguments of a backward: calls that moved nothing have no tokens to tell
-    them by. All, where one saved nothing but inputs."""
-    if any(call.kept is None for call in calls):
-        return calls
+    them by. All, where that tells nothing: a call may save inputs alone, or values that no backward reads."""
     keys = {storage_key(a) for a in args if isinstance(a, Tensor) and a.layout is torch.strided}
-    return [call for call in calls if call.kept is not None and call.kept.key in keys]
+    found = [call for call in calls if call.kept is not None and not call.kept.is_expired() and call.kept.key in keys]
+    return found or calls
