@@ -46,7 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # Dynamo times the guards of all it compiles, for its log, and flushes the machine's caches first: with two
     # processes that takes a tenth of the time.
     torch._dynamo.guards.profile_guard_manager = lambda *args: 0.0  # pyright: ignore[reportAttributeAccessIssue]
-    # AOTAutograd prints every graph for its log too, which nobody else does with definitions of what the graph calls.
+    # AOTAutograd prints every graph for its log too. It alone asks for the definitions of what a graph calls.
     printed = torch.fx.GraphModule.print_readable
 
     def print_readable(self: torch.fx.GraphModule, *args: Any, expanded_def: bool = False, **how: Any) -> str:

@@ -163,9 +163,11 @@ def concatenate(
         calls: in the order of their forwards. Each has segments both ways.
         edge_memory: observed lifetimes at the edges of the calls. Storages that it does not name live as their own step
             says, from the beginning of their call. The outputs of such a call then stay until the end.
+        order: of the calls; None: the forwards, then the backwards in reverse.
 
     Raises:
-        ValueError: a call has no segments, or ``edge_memory`` names what no call has.
+        ValueError: a call has no segments, ``edge_memory`` names what no call has, or ``order`` is one of more calls or
+            fewer.
     """
     return _ChainBuilder(calls, edge_memory, order).build()
 

@@ -6,10 +6,11 @@ The model, for a choice and a memory of M bytes. Copies are a flow, not single t
   that were copied and are read no more. Compute waits until enough has been copied. As soon as possible is best for
   copies, as late as possible for waits: no other order is ever shorter.
 - At the turn all copies are done; the caller's memory is copied whenever nothing else is.
-- Where forwards begin after backwards, a storage takes bytes only from its own forward to its own backward. The flow of
-  copies is the same, over all forwards and then all backwards. But nothing is reloaded for later runs of backwards.
 - Up: reloads run from the beginning of the backward, in the order of need, as far ahead as M allows now and later.
   Before a backward segment runs, all storages that it and its predecessors need must be back.
+
+Where forwards begin after backwards, a storage takes bytes only from its own forward to its own backward. Copies flow
+as above, over all forwards and then all backwards. But nothing is reloaded for a later run of backwards.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@ bits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -28,13 +26,6 @@ LAYERS, STEPS = 4, 8
 BATCH, LENGTH = 4, 2048  # activations are large against the part of a budget outside the graphs
 FOLLOWED_FROM = 4  # the first step that follows the plan
 SHARE = 0.6  # of what plain Inductor takes
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 def inputs(seed: int) -> Tensor:

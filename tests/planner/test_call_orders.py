@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -27,19 +26,11 @@ from tests.planner.rehearsal import CPU, Seen, Watch, watching
 from tests.planner.test_chain_planning import _tell_callers, per_layer
 from tests.support import Observed, Stack, assert_equal, assert_nothing_held, batch, effects
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 # "F" is the next microbatch's forward, a digit the backward of that one.
 ORDERS = ["FF0F1F23", "FFF0F1F234", "FF01"]
 OTHER_ORDERS = ["FFFF0123", "FFF1F032"]
-
-
-@pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
-    """One thread, and nothing compiled before."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.compiler.reset()
-    yield
-    torch.set_num_threads(threads)
 
 
 class Scaled(Stack):

@@ -22,8 +22,8 @@ from fxoffload.step.edges import CallAt
 from fxoffload.step.readings import Phase
 from fxoffload.torch_private.storages import StorageRef, storage_key
 
-# A loop whose forwards run one step ahead of its backwards never ends. After so many turns from backwards to forwards
-# the next forward begins a step.
+# A loop whose forwards run one step ahead of its backwards never ends. After this many turns from backwards to
+# forwards, the next forward begins a new step.
 _MOST_TURNS = 256
 # A step in them may turn out to be any order of calls.
 _OBSERVABLE = (StepState.OBSERVING, StepState.WAITING)
@@ -190,10 +190,15 @@ class RunningStep:
             first = self.pending[-1] if self.pending else None
         else:
             first = next((c for c in self.pending if ("backward", c.place) == at), None)
-        others = [c for c in self.pending if c.tracked() is tracked and c.saved(group)]
+        # Tokens are those of one call: where they are the expected one's, no other has to be looked at.
+        is_first = first is not None and first.tracked() is tracked and first.saved(group)
+        others: list[CallOfStep] = []
+        if not is_first or not len(group):
+            others = [c for c in self.pending if c.tracked() is tracked and c.saved(group)]
         if len(others) > 1 and not len(group):
             others = _given(others, args)
-        if first is not None and any(c is first for c in others):
+            is_first = any(c is first for c in others)
+        if is_first:
             is_whole = at is not None or expected is None or len(self.calls) == len(expected.tracked_graphs)
             return first, None if self.phase == "backward" or is_whole else Departure.MISSED
         call = others[-1] if others else None
