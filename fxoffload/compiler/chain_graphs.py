@@ -13,6 +13,7 @@ from fxoffload.compiler.batch_sizes import BatchSizes, Sizes
 from fxoffload.compiler.fit import Signature
 from fxoffload.compiler.partitioning import Partitioning, PartitionSettings, step_of
 from fxoffload.compiler.pipeline import BackwardState, ForwardState
+from fxoffload.compiler.planning import GraphPlanning
 from fxoffload.compiler.replan import as_measured
 from fxoffload.compiler.variant_maker import PlannedVariant, VariantMaker, edges_at, with_all_inputs
 from fxoffload.errors import UnsupportedError
@@ -87,8 +88,8 @@ class GraphDescription:
         sized: the graph, where its sizes vary; None: they do not.
         sizes: that ``step`` is of; empty: those that the graph was compiled for.
         warned: kinds of warnings that plans which begin here have given.
-        checkpointed: of a graph with a plan of its own, which replaces activation checkpointing: one forward and
-            backward under that, and its edges.
+        plain: of a graph with a plan of its own: one forward and backward as plain Inductor has it, and its edges.
+        checkpointed: the same under activation checkpointing, where its own plan replaces that.
         basis: the source of its times (``Plan.basis``).
         estimate: the step before its segments ran on made-up inputs; None: they did not.
     """
@@ -102,6 +103,7 @@ class GraphDescription:
     sized: SizedGraph | None = None
     sizes: Sizes = ()
     warned: set[str] = field(default_factory=set, compare=False)
+    plain: tuple[TrainingStep, Edges] | None = None
     checkpointed: tuple[TrainingStep, Edges] | None = None
     basis: Basis = "estimated"
     estimate: TrainingStep | None = None
@@ -130,8 +132,8 @@ class GraphDescription:
 
 
 @dataclass(frozen=True)
-class Checkpointed:
-    """A graph as activation checkpointing would have it, where its own plan replaces that."""
+class OtherForm:
+    """A graph with a plan of its own in another form: as plain Inductor or activation checkpointing would have it."""
 
     partitioning: Partitioning
     settings: PartitionSettings
@@ -141,6 +143,12 @@ class Checkpointed:
         assert self.partitioning.step is not None
         first = Signature.of(forward.gm, backward.gm, self.settings.num_user_outputs)
         return self.partitioning.step, edges_at(first, self.partitioning, self.settings)
+
+
+def other_forms(planned: GraphPlanning, settings: PartitionSettings) -> dict[str, OtherForm]:
+    """The forms of a graph that its own plan replaces, by their names in ``GraphDescription``."""
+    forms = {"plain": planned.base, "checkpointed": planned.checkpointed}
+    return {name: OtherForm(form, settings) for name, form in forms.items() if form is not None and form.step}
 
 
 def describe_graph(

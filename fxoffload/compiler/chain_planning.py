@@ -104,7 +104,8 @@ class ChainPlanning:
     Attributes:
         choice: the choice of variants that the plan takes: at first, every graph as it was compiled.
         plain: the graphs as compiled; where those obey activation checkpointing, as plain Inductor has them.
-        baseline: its step.
+        baseline: plain Inductor's step.
+        is_plain_compiled: whether that is the step of the graphs as compiled, with everything kept.
         checkpointing: the step in which all activation checkpointing that the plan replaces is obeyed; None: there is
             none.
         numbers: per call, that of its variant; once it is to be followed.
@@ -158,7 +159,8 @@ class ChainPlanning:
             self.plain = self.ways.plain()
             self.checkpointing = self.ways.checkpointing()
             self.objective = self.objective.at_checkpointing(self.checkpointing.peak_bytes + around_bytes(self.device))
-        self.baseline: Simulation = self.plain.scheduler.keep_all()
+        self.baseline: Simulation = self.ways.baseline(self.plain)
+        self.is_plain_compiled = not is_checkpointed and all(c.plain is None for c in self.ways.calls)
         self.numbers = [0] * len(descriptions)
         self.summary = ""
         self._least: dict[int, tuple[ChainChoice, Schedule]] = {}  # by the choice's id, which it keeps alive
@@ -211,7 +213,9 @@ class ChainPlanning:
     ) -> ChainSearch:
         reserves = bool(self.sizes)
         calls = [
-            CallDescription(d.step, d.edges, d.variant_maker, w, d.step_of, reserves, d.may_save_more, d.checkpointed)
+            CallDescription(
+                d.step, d.edges, d.variant_maker, w, d.step_of, reserves, d.may_save_more, d.checkpointed, d.plain
+            )
             for d, w in zip(descriptions, written, strict=True)
         ]
         return ChainSearch(calls, edge_memory, self._scheduler, self.rates, self.host_bytes, self.order)
@@ -383,7 +387,9 @@ class ChainPlanning:
 
     def _keep_all(self) -> Schedule:
         """It moves nothing, so no window binds."""
-        found = self.plain.scheduler.least_time(self.baseline.peak_bytes)
+        found = self.plain.scheduler.least_time(
+            max(self.baseline.peak_bytes, self.plain.scheduler.keep_all().peak_bytes)
+        )
         assert found is not None
         return found
 

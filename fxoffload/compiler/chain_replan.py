@@ -180,7 +180,7 @@ class ChainRecalibration(Recalibration):
             compiled.with_extra_memory(extra_memory).step, (False,) * len(compiled.step.candidates), copies=rates
         )
         baseline = Prediction.of(keep)
-        if self._planning.checkpointing is not None:
+        if not self._planning.is_plain_compiled:
             # Of plain Inductor's step nothing was measured; it is as much slower than estimated as the graphs that ran.
             estimated = self._planning.compiled.scheduler.keep_all().step_ms
             baseline = scale(self._box.plan.baseline, keep.step_ms / max(estimated, 1e-9))

@@ -62,6 +62,7 @@ class CallDescription:
             larger calls may come than are planned for now.
         may_save_more: whether variants may save more than the graph as compiled, which obeys activation checkpointing.
         checkpointed: one forward and backward under activation checkpointing, and its edges; None: ``step``, ``edges``.
+        plain: the same as plain Inductor has it; None: ``step``, ``edges``, or a variant.
     """
 
     step: TrainingStep
@@ -72,6 +73,7 @@ class CallDescription:
     reserves: bool = False
     may_save_more: bool = False
     checkpointed: tuple[TrainingStep, Edges] | None = None
+    plain: tuple[TrainingStep, Edges] | None = None
 
     @property
     def is_checkpointed(self) -> bool:
@@ -191,6 +193,18 @@ class ChainSearch:
         calls = {kind: call for kind, call in kinds if call.may_save_more}
         found = {kind: self._plain(kind, call) for kind, call in calls.items()}
         return self.with_variants(tuple(found.get(kind) for kind in self._kinds))
+
+    def baseline(self, plain: ChainChoice) -> Simulation:
+        """Plain Inductor's step, with everything kept. ``plain``: the choice that is nearest to it."""
+        if all(call.plain is None for call in self.calls):
+            return plain.scheduler.keep_all()
+        others = [self._plain_form(*pair) for pair in zip(self.calls, plain.variants, strict=True)]
+        return self._scheduler(self._chain(others).step).keep_all()
+
+    def _plain_form(self, call: CallDescription, variant: PlannedVariant | None) -> tuple[TrainingStep, Edges] | None:
+        if call.plain is not None or variant is None:
+            return call.plain
+        return self._of_variant(call, variant), variant.edges
 
     def checkpointing(self) -> Simulation:
         """The step in which all activation checkpointing is obeyed, and nothing moves."""

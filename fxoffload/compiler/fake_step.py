@@ -18,7 +18,7 @@ import torch.fx as fx
 from fxoffload.analysis.values import output_values
 from fxoffload.compiled_graph import CompiledGraph
 from fxoffload.compiler.batch_sizes import depends_on_data
-from fxoffload.compiler.chain_graphs import Checkpointed, GraphDescription, describe_graph
+from fxoffload.compiler.chain_graphs import GraphDescription, describe_graph, other_forms
 from fxoffload.compiler.partitioning import Partitioning, copy_graph, describe
 from fxoffload.compiler.session import CompileSession, GraphKwargs
 from fxoffload.compiler.variant_maker import Compiled, VariantMaker
@@ -84,20 +84,14 @@ class FakeGraph:
         None: it saves nothing that may move, or such a plan may not have it.
         """
         description = None if self.why_not_described else self._description_of(self._partitioning, self._variant_maker)
-        obeyed, up = None if self.planned is None else self.planned.checkpointed, self._partitioning.backward_state
-        if description is None or obeyed is None or up is None:
+        state, up = self._partitioning.forward_state, self._partitioning.backward_state
+        if description is None or self.planned is None or up is None:
             return description
-        checkpointed = Checkpointed(obeyed, self._session.partition_settings())
-        step, edges = checkpointed.description(self._partitioning.forward_state, up)
-        return replace(
-            description, checkpointed=(step, _at_inputs_of(edges, self._partitioning.backward, self._backward))
-        )
-
-    @cached_property
-    def plain(self) -> GraphDescription | None:
-        """The same for the graph as plain Inductor compiles it."""
-        base = None if self.planned is None else self.planned.base
-        return self.description if base is None or base is self._partitioning else self._description_of(base, None)
+        others = {}
+        for name, form in other_forms(self.planned, self._session.partition_settings()).items():
+            step, edges = form.description(state, up)
+            others[name] = step, _at_inputs_of(edges, self._partitioning.backward, self._backward)
+        return replace(description, **others)
 
     def _description_of(
         self, partitioning: Partitioning, variant_maker: VariantMaker | None
@@ -159,14 +153,13 @@ class FakeStep:
     has_forward: bool = False
     is_regular: bool = True
     _pending: list[int] = field(default_factory=list)
-    _as_compiled: EdgeWatch = field(default_factory=EdgeWatch)
-    _as_plain: EdgeWatch = field(default_factory=EdgeWatch)
+    _edges: EdgeWatch = field(default_factory=EdgeWatch)
 
     def begin(self, *, watches: bool) -> None:
         """Start another step, and forget the one before."""
         self.watches = watches
         self.ran, self.calls, self._pending, self.is_regular = [], [], [], True
-        self._as_compiled, self._as_plain = EdgeWatch(), EdgeWatch()
+        self._edges = EdgeWatch()
 
     @property
     def is_complete(self) -> bool:
@@ -175,11 +168,7 @@ class FakeStep:
 
     def edge_memory(self) -> tuple[EdgeMemory, ...]:
         """Of the last step that began, in the names of the graphs as they would be compiled."""
-        return self._as_compiled.edge_memory()
-
-    def plain_edge_memory(self) -> tuple[EdgeMemory, ...]:
-        """The same, in the names of plain Inductor's graphs."""
-        return self._as_plain.edge_memory()
+        return self._edges.edge_memory()
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
@@ -214,13 +203,13 @@ class FakeStep:
         self.calls.append(graph)
         self._pending.append(at.call)
         self._begins(at)
-        self._watch(at, [d and d.edges.inputs for d in (graph.description, graph.plain)], args)
+        self._watch(at, graph.description.edges.inputs, args)
         results = run(args)
         results = list(results)
         for i in graph.moved:  # as tokens do in training, other tensors wait for the backward
             results[i] = results[i].new_empty_strided(results[i].shape, results[i].stride())
-        self._look()
-        self._watch(at, [d and d.edges.outputs for d in (graph.description, graph.plain)], results)
+        self._edges.look({})
+        self._watch(at, graph.description.edges.outputs, results)
         return results
 
     def _backward(self, graph: FakeGraph, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
@@ -234,29 +223,18 @@ class FakeStep:
         self.is_regular = self.is_regular and self._pending[-1] == at.call
         self._pending.remove(at.call)
         self._begins(at)
-        self._watch(at, [d and d.edges.tangents for d in (graph.description, graph.plain)], args)
+        self._watch(at, graph.description.edges.tangents, args)
         results = run(args)
-        self._look()
-        self._watch(at, [d and d.edges.gradients for d in (graph.description, graph.plain)], results)
+        self._edges.look({})
+        self._watch(at, graph.description.edges.gradients, results)
         return results
 
     # -- memory at their edges -----------------------------------------------------------------------------------------
 
-    @property
-    def _watches(self) -> tuple[EdgeWatch, EdgeWatch]:
-        return self._as_compiled, self._as_plain
-
-    def _look(self) -> None:
-        for edges in self._watches:
-            edges.look({})
-
     def _begins(self, at: Moment) -> None:
-        self._look()
-        for edges in self._watches:
-            edges.now = at
+        self._edges.look({})
+        self._edges.now = at
 
-    def _watch(self, at: Moment, names: Sequence[Sequence[str | None] | None], values: Sequence[Any]) -> None:
-        """``names``: of the graph as it would be compiled, and as plain Inductor compiles it."""
-        for edges, own in zip(self._watches, names, strict=True):
-            if own is not None and not edges.watch(at.phase, at.call, own, values):
-                self.is_regular = False
+    def _watch(self, at: Moment, names: Sequence[str | None], values: Sequence[Any]) -> None:
+        if not self._edges.watch(at.phase, at.call, names, values):
+            self.is_regular = False

@@ -33,7 +33,14 @@ from fxoffload.compiler.callables import (
     watching,
     when_ready,
 )
-from fxoffload.compiler.chain_graphs import ChainSettings, Checkpointed, GraphDescription, describe_graph, is_dynamic
+from fxoffload.compiler.chain_graphs import (
+    ChainSettings,
+    GraphDescription,
+    OtherForm,
+    describe_graph,
+    is_dynamic,
+    other_forms,
+)
 from fxoffload.compiler.graph_budget import GraphBudget, PlannedGraph
 from fxoffload.compiler.graph_inputs import GraphInputs, parameters_in_joint
 from fxoffload.compiler.measure_ops import measure_ops
@@ -51,7 +58,15 @@ from fxoffload.compiler.planning import (
     schedule_of_first_step,
     too_small,
 )
-from fxoffload.compiler.replan import Calibration, Replan, calibration_of, measured_step, replan_for, shared
+from fxoffload.compiler.replan import (
+    Calibration,
+    Replan,
+    as_measured,
+    calibration_of,
+    measured_step,
+    replan_for,
+    shared,
+)
 from fxoffload.compiler.returned import returned_by
 from fxoffload.compiler.schedule_by_size import ScheduleBySize, SizedPlan
 from fxoffload.compiler.size_variants import Range, plan_for_sizes
@@ -191,7 +206,7 @@ class CompileSession:
         self._plan_box: PlanBox | None = None
         self._watched_graph: OwnPlan | None = None  # where a budget let it be plain Inductor's
         self._own_budget: int | None = None  # of a plan for this graph alone
-        self._checkpointed: Checkpointed | None = None  # what that plan replaces
+        self._others: dict[str, OtherForm] = {}  # the graph without that plan, by fields of ``GraphDescription``
         self._objective = Objective.of(
             options.budget_bytes, options.max_slowdown, num_processes=processes_on_this_machine()
         )
@@ -368,8 +383,7 @@ class CompileSession:
         )
         self._plan_box = PlanBox(plan)
         self._own_budget = found.planned.objective.budget_bytes
-        if (partitioning := found.planned.checkpointed) is not None:
-            self._checkpointed = Checkpointed(partitioning, self.partition_settings())
+        self._others = other_forms(found.planned, self.partition_settings())
         log.info("%s", plan.summary)
         return replace(found.planned, plan=plan)
 
@@ -436,11 +450,11 @@ class CompileSession:
     def _describe_for_chain(self, backward: BackwardState, kwargs: GraphKwargs) -> None:
         """Let a graph be part of a plan for the whole step.
 
-        Normally that is at once. A graph with a plan of its own and a budget joins when a step runs it with others.
+        Normally that is at once. A graph with a plan of its own joins when a step runs it with others.
         """
         forward, tracked, source = self._forward, self._tracked, self._source
         own = self._plan_box
-        if forward is None or tracked is None or (own is not None and self._own_budget is None):
+        if forward is None or tracked is None:
             return
         is_promised = tracked.has_budget = self._objective.budget_bytes is not None
         reason = self.why_not_in_chain()
@@ -470,9 +484,9 @@ class CompileSession:
                 self.rates(),
                 variant_maker,
             )
-            if found is not None and self._checkpointed is not None:
-                description = replace(found[0], checkpointed=self._checkpointed.description(forward.state, backward))
-                found = description, found[1]
+            if found is not None:
+                others = {name: form.description(forward.state, backward) for name, form in self._others.items()}
+                found = replace(found[0], **others), found[1]
         except Exception as error:
             log.warning("a graph runs without a part in a plan over several graphs: %s", in_brief(error))
             if own is not None and is_promised:
@@ -511,10 +525,13 @@ class CompileSession:
         if ran is None:
             return description
         sizes = shared(ran.readings.temp_bytes(), self._alike)
-        step = measured_step(description.step, ran.readings.segment_ms(), sizes)
-        return replace(
-            description, step=step, estimate=description.step, basis="segments" if ran.are_all else description.basis
-        )
+        estimate = description.step
+        step = measured_step(estimate, ran.readings.segment_ms(), sizes)
+        plain = None
+        if description.plain is not None:
+            plain = as_measured(description.plain[0], estimate, step), description.plain[1]
+        basis = "segments" if ran.are_all else description.basis
+        return replace(description, step=step, plain=plain, estimate=estimate, basis=basis)
 
     def inner_compile(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
@@ -525,7 +542,7 @@ class CompileSession:
         # Its partitionings are as large as the graphs, and the session may live as long as the code.
         self._planned = None
         found = self._inner_compile(gm, example_inputs, kwargs)
-        self._source = self._checkpointed = None  # for the same reason
+        self._source, self._others = None, {}  # for the same reason
         if self._range is not None:
             self._range.guard()
         return found

@@ -1,9 +1,8 @@
 """The plan of a step that ran on fake tensors: how its graphs would run on the device.
 
 A step of one graph has that graph's plan. Several graphs do the same as in training
-(``fxoffload.runtime.tracker.own_plan``). Graphs without plans of their own are planned together, like layers that are
-compiled each on its own. Graphs with plans of their own keep them, unless there is a budget that these exceed side by
-side.
+(``fxoffload.runtime.tracker.own_plan``). They are planned together, like layers that are compiled each on its own.
+Graphs with plans of their own keep them where a budget is met so side by side.
 """
 
 from __future__ import annotations
@@ -13,16 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from fxoffload.compiler.chain_graphs import GraphDescription
 from fxoffload.compiler.chain_planning import ChainPlanning
 from fxoffload.compiler.fake_step import FakeGraph, FakeStep
 from fxoffload.errors import BudgetError, UnsupportedError
 from fxoffload.plan_report.plan import Plan
-from fxoffload.plan_report.summary import aim_of
-from fxoffload.planner.plan import NO_GRAPH, Decision, Prediction
+from fxoffload.planner.plan import NO_GRAPH, Decision
 from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.schedule import Schedule, Scheduler
-from fxoffload.planner.simulate import Simulation, simulate
+from fxoffload.planner.simulate import simulate
 from fxoffload.planner.steps import TrainingStep
 from fxoffload.planner.windows import no_windows
 from fxoffload.runtime.tracker.chains import Seen
@@ -114,12 +111,6 @@ class _Planning(ChainPlanning):
         self._stays = {name: False for name in names if name is not None}
         self.choice = self.compiled = self.ways.as_compiled()
 
-    def keep_all(self, descriptions: Sequence[GraphDescription], edge_memory: Sequence[EdgeMemory]) -> Simulation:
-        """The step of other forms of the graphs, with everything on the device."""
-        return (
-            self._ways(descriptions, edge_memory, [frozenset()] * len(descriptions)).as_compiled().scheduler.keep_all()
-        )
-
     def warn(self, kind: str, text: str) -> None:
         """Keep the text: no step follows this plan yet."""
         self.said.append(text)
@@ -143,11 +134,8 @@ def _plan_of_calls(step: FakeStep) -> Plan:
     for text in planning.said:
         log.info("%s", text)
     _check_budget(planning, found, is_least=together)
-    if not together or any(g.planned is not None for g in calls):
-        # As compiled, graphs with plans of their own recompute what those plans say.
-        planning.baseline = planning.keep_all([g.plain for g in calls if g.plain is not None], step.plain_edge_memory())
-        aim = aim_of(planning.objective) if together else _each_by_itself(calls)
-        planning.summary = f"{aim}: {planning.gain(found, Prediction.of(planning.baseline))}"
+    if not together:
+        planning.summary = f"{_each_by_itself(calls)}: {planning.gain(found)}"
     plan = planning.describe(found)
     return plan if together else replace(plan, decisions=tuple(_own_decisions(calls, plan)))
 
@@ -156,14 +144,12 @@ def _are_planned_together(calls: Sequence[FakeGraph]) -> bool:
     """As ``fxoffload.runtime.tracker.own_plan`` says of the graphs of a step."""
     movers = [g for g in calls if not g.is_plain]
     own = [g.planned for g in movers if g.planned is not None]
-    if len(movers) < 2 or not own:
+    budgets = [planned.plan.activation_budget for planned in own if planned.plan.activation_budget is not None]
+    if len(movers) < 2 or len(own) < len(movers) or not budgets:
         return len(movers) > 1
-    budgets = [planned.plan.activation_budget or 0 for planned in own]
-    if not all(budgets):
-        return False
     # With a budget of the user's, graphs that were left to Inductor count too.
     judged = own if own[0].objective.is_checkpointing else [g.planned for g in calls if g.planned is not None]
-    return len(own) < len(movers) or sum(p.plan.predicted.peak_bytes for p in judged) > min(budgets)
+    return sum(planned.plan.predicted.peak_bytes for planned in judged) > min(budgets)
 
 
 def _each_by_itself(calls: Sequence[FakeGraph]) -> str:

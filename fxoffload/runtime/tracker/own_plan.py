@@ -1,8 +1,9 @@
-"""Graphs with plans of their own that run in one step: each was planned as if it had the budget to itself.
+"""Graphs with plans of their own that run in one step: each was planned as if it were all of the step.
 
 Where a model has graph breaks, or DDP cuts it into buckets, a step runs several graphs of several layers each. Once
 they are seen in one step, the graphs that were cut into segments are planned together, like layers that are compiled
-each on its own. A graph that fits into the budget alone is plain Inductor's. Nothing of it can move: a warning says so.
+each on its own. With a budget of the user's, they are not where their plans fit into it side by side. A graph that
+fits into it alone is plain Inductor's. Nothing of it can move: a warning says so.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ IS_PLAIN = "it fits into the budget alone, and so it was compiled as plain Induc
 
 @dataclass(eq=False)
 class OwnPlan:
-    """A graph with a plan of its own, for a budget.
+    """A graph with a plan of its own.
 
     Attributes:
         peak_bytes: of that plan.
-        budget_bytes: that it was made for.
+        budget_bytes: that it was made for; 0: there was none.
         join: lets the graph be part of a plan for the whole step; or why it cannot be.
         is_done: whether it was asked to join, or a warning said that it cannot.
         loop: judges its steps where it is plain Inductor's.
@@ -99,7 +100,7 @@ class PlainCalls:
 
 def plan_together(calls: Sequence[HasOwnPlan], plain: Sequence[OwnPlan]) -> None:
     """Have graphs planned together whose forwards wait for their backwards at the same time, unless their own plans
-    add up to no more than the budget.
+    add up to no more than a budget.
 
     Args:
         calls: of graphs that were cut.
@@ -109,8 +110,9 @@ def plan_together(calls: Sequence[HasOwnPlan], plain: Sequence[OwnPlan]) -> None
     everyone = [*cut, *plain]
     if not everyone or len(calls) + len(plain) < 2:
         return
-    exceeds = sum(one.peak_bytes for one in everyone) > min(one.budget_bytes for one in everyone)
-    if exceeds or len(cut) < len(calls):
+    budgets = [one.budget_bytes for one in everyone if one.budget_bytes]
+    exceeds = bool(budgets) and sum(one.peak_bytes for one in everyone) > min(budgets)
+    if exceeds or not budgets or len(cut) < len(calls):
         for one in cut:
             one.together()
     if exceeds:
