@@ -104,6 +104,23 @@ def test_a_budget_is_for_the_step_and_not_for_each_graph(budget: int) -> None:
     assert most - peak == pytest.approx(together.baseline.peak_bytes - together.predicted.peak_bytes, rel=0.05)
 
 
+def test_without_a_budget_the_plan_is_for_the_step_too() -> None:
+    module, x, before = Halves(), batch(length=48), known()
+    model = torch.compile(module, backend="fxoffload", options={**OPTIONS, "max_slowdown": 5.0})
+    for _ in range(STEPS):
+        step(model, module, x)
+    first, second, together = plans_since(before)
+    assert "over 2 calls of 2 graphs, the least peak found" in together.summary
+    # Plain Inductor's step, and not that of graphs which recompute what their own plans say.
+    assert together.baseline.step_ms == pytest.approx(first.baseline.step_ms + second.baseline.step_ms)
+    assert together.predicted.peak_bytes < 0.7 * together.baseline.peak_bytes
+    fxoffload.reset_stats()
+    found = step(model, module, x)
+    assert fxoffload.stats().bytes_offloaded == together.predicted.bytes_offloaded > 0
+    with fxoffload.override_policy("keep_all"):
+        assert all(map(torch.equal, found, step(model, module, x)))
+
+
 @pytest.fixture
 def group() -> Iterator[None]:
     """One rank; DDP's buckets are small."""
