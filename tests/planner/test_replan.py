@@ -321,12 +321,20 @@ def test_what_is_measured_and_what_is_not() -> None:
     assert found.storages == step.storages
 
 
-def test_another_partition_takes_what_its_segments_took_in_this_one() -> None:
+@pytest.mark.parametrize(
+    ("estimate", "ratio"),
+    [
+        pytest.param(1.0, 1.5, id="as the segments that differ"),
+        pytest.param(0.01, (3.0 + 1.5 + 1.0) / 2.01, id="as all, where those that differ are next to nothing"),
+    ],
+)
+def test_another_partition_takes_what_its_segments_took_in_this_one(estimate: float, ratio: float) -> None:
     estimated = chain(3)
-    measured = measured_step(estimated, {"forward": {"f0": 3.0}}, {"forward": {"f0": 7}})  # 8 ms in place of 6
-    forward = (estimated.forward[0], replace(estimated.forward[1], ms=3.0), *estimated.forward[2:])
-    found = as_measured(replace(estimated, forward=forward), estimated, measured)
-    assert [(s.ms, s.temp_bytes) for s in found.forward] == [(3.0, 7), (pytest.approx(3.0 * 8 / 6), 0), (1.0, 0)]
+    first, second, third = estimated.forward
+    estimated = replace(estimated, forward=(first, replace(second, ms=estimate), third))
+    measured = measured_step(estimated, {"forward": {"f0": 3.0, "f1": 1.5}}, {"forward": {"f0": 7}})
+    found = as_measured(replace(estimated, forward=(first, replace(second, ms=2.0), third)), estimated, measured)
+    assert [(s.ms, s.temp_bytes) for s in found.forward] == [(3.0, 7), (pytest.approx(2.0 * ratio), 0), (1.0, 0)]
     assert found.backward == measured.backward
 
 
