@@ -17,6 +17,7 @@ README_PEERS = "2026-11-22-h200-activations-peers.json"
 README_STOCK, README_STOCK_TORCH = "2026-11-27-h200-stock-qwen3.json", "2026-11-26-h200-stock-qwen3.json"
 README_STOCK_LONG = "2026-11-27-h200-stock-llama-3b.json"
 STOCK_FILES = "2026-11-27-h200-stock-{}.json"
+IMAGE = "2026-11-28-h200-stock-gemma-3-image"
 
 
 @dataclass(frozen=True)
@@ -201,10 +202,10 @@ TABLES = (
     Table(
         "stock-forms",
         ("step ms [quartiles]", "against inductor", "peak GiB", "error of peak", "of time", "of time, cal."),
-        tuple(
+        (Rows("2026-11-28-h200-stock-qwen3-default.json", _STOCK, of="Qwen3-8B, 8 layers", where_there=True),)
+        + tuple(
             Rows(STOCK_FILES.format(file), _STOCK, of=of, where_there=True)
             for file, of in {
-                "qwen3-default": "Qwen3-8B, 8 layers",
                 "qwen3-packed": "the same, packed",
                 "qwen3-padded": "padded, 2 x 4,096",
                 "qwen3-lora": "LoRA r=16",
@@ -218,6 +219,9 @@ TABLES = (
         )
         + (
             Rows("2026-11-28-h200-stock-mistral-packed.json", _STOCK, of="Mistral, packed", where_there=True),
+            Rows("2026-11-28-h200-stock-llama-3b-lora.json", _STOCK, of="Llama 3.2-3B, LoRA r=16", where_there=True),
+            Rows(f"{IMAGE}-inductor.json", {"inductor": "Inductor"}, of="Gemma-3 with an image, 12 layers"),
+            Rows(f"{IMAGE}.json", {"auto": "fxoffload, default"}, of="Gemma-3 with an image, 12 layers"),
             Rows(
                 "2026-11-28-2xh200-stock-fsdp-later.json",
                 _STOCK | FSDP_STOCK,
