@@ -212,6 +212,8 @@ def test_the_plan_is_made_again_with_measured_times() -> None:
         together = plans_since(before)[-1]
         assert together.calibrated is not None and together.measured_step_ms is not None
         assert together.calibrated.peak_bytes <= budget
+        assert together.calibrated_baseline is not None
+        assert together.calibrated_baseline.peak_bytes == together.baseline.peak_bytes  # the graphs recompute
         fxoffload.reset_stats()
         found = step(model, module, x)
         assert fxoffload.stats().bytes_offloaded == together.calibrated.bytes_offloaded > 0
