@@ -39,7 +39,6 @@ class EstimateMemory:
     """Segment name -> ``SegmentStep.temp_bytes``.
 
     Args:
-        segmentation: of the graph.
         dying: segment name -> names of inputs whose memory is free once the segment has read them (``dying_inputs``).
         donations: segment name -> positions of inputs that it may also overwrite.
     """
@@ -81,7 +80,6 @@ def estimate_temp_bytes(
     Sizes are hints; a value without one counts nothing. See ``[Note: How a segment's memory is walked]``.
 
     Args:
-        nodes: the ops.
         outputs: those of their values that live on.
         dying: names of values from outside whose memory is free once they have been read.
         donated: names of values among these that may be overwritten.
@@ -105,8 +103,6 @@ def dying_inputs(
     """Segment name -> inputs whose memory dies in it: it is the last to read it, and the graph does not return it.
 
     Args:
-        gm: the graph.
-        segmentation: of it.
         handed_over: names of graph inputs to which only this graph has references while it runs (saved activations).
     """
     storages = Storages(gm.graph.nodes)

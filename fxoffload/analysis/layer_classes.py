@@ -64,7 +64,6 @@ class Layer:
     """One layer of a joint graph, after equal ops are merged.
 
     Attributes:
-        label: its label.
         nodes: its ops; see ``layers_of``.
         place: node -> its position: an index of ``nodes``, or -1 - k for the k-th value from outside.
         outside: values that it reads and does not make, by first appearance.

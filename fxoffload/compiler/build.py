@@ -29,7 +29,6 @@ class BuiltForward:
     """A forward that is compiled.
 
     Attributes:
-        program: to be run.
         offload_candidates: the program's data about each storage; ranked when the backward is built.
         order: for each of them, its place among the candidates.
     """
@@ -43,7 +42,6 @@ class Builder:
     """Builds the graphs of one call of the backend.
 
     Args:
-        options: validated options.
         disabled: pieces that are switched off, by option or environment.
         device: the device that values leave and return to.
     """
@@ -128,7 +126,6 @@ class Builder:
         """Compile a backward, and wait for the kernels of both graphs.
 
         Args:
-            gm: the partitioned graph.
             forward: of its forward.
             offload_candidates: of its forward; they are ranked.
             donatable: placeholders that belong to one backward alone.

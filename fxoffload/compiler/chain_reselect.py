@@ -66,7 +66,6 @@ def reselect_variants(
         found: measurements of that chain.
         rates: of the machine, with the link as it was found.
         aim: of the plan, in measured time.
-        host_bytes: most bytes on the host.
     """
     ways = MeasuredRecompute(planning, found, rates, host_bytes)
     choices = [c for c in ways.search(aim) if c.schedule is not None]

@@ -61,11 +61,8 @@ def describe_plan(
     """The plan to show.
 
     Args:
-        partitioning: the one that is compiled.
         schedule: what moves when; None: nothing is done.
         base: plain Inductor's partitioning, where ``partitioning`` is another.
-        baseline: plain Inductor's step.
-        simulation: the plan's step.
     """
     assert partitioning.step is not None
     return Plan(

@@ -31,14 +31,10 @@ class FakeGraph:
     """A graph with a backward. Made while AOTAutograd hands it over.
 
     Args:
-        session: that partitioned it.
-        forward: as AOTAutograd hands it over.
-        backward: as AOTAutograd hands it over.
         forward_kwargs: those that Inductor is given for the forward.
         backward_kwargs: those that Inductor is given for the backward.
 
     Attributes:
-        layers: of it.
         planned: its own plan; None: it has no two layers, or sizes that depend on data.
         why_not_described: why a plan over several graphs may not have it; "" where it may.
         moved: positions of the forward's results that may leave the device.

@@ -139,12 +139,8 @@ class MadeUp:
 
     Args:
         inputs: values that ``nodes`` take from outside.
-        nodes: that read them.
         device: tensors elsewhere are on the CPU.
         dying: positions of inputs that die in the call.
-
-    Attributes:
-        nbytes: of all inputs together.
 
     Raises:
         NotMadeUpError: for some input there is nothing to make up.

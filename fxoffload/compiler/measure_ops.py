@@ -40,8 +40,6 @@ def measure_ops(joint: fx.GraphModule, identity: Identity, rates: Rates, meter: 
         joint: is left as it is.
         identity: of the device, under which times are kept.
         rates: what takes longest by these is measured first.
-        meter: measures.
-        allowance: is spent.
     """
     nodes, reasons = _heavy(joint, rates, meter.least_ms)
     for reason in reasons:

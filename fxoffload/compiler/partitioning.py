@@ -32,12 +32,7 @@ Partition = Callable[[fx.GraphModule], tuple[fx.GraphModule, fx.GraphModule]]
 
 
 class SegmentEstimates:
-    """Estimates of segments, by their code: partitionings of one graph have most segments in common.
-
-    Attributes:
-        ms: times.
-        temp_bytes: working sets.
-    """
+    """Estimates of segments, by their code: partitionings of one graph have most segments in common."""
 
     def __init__(self) -> None:
         self.ms: Alike[float] = Alike()

@@ -42,10 +42,7 @@ class SizedPlan:
     """A plan, asked for other sizes.
 
     Attributes:
-        sizes: that vary.
         planned: for the sizes that were compiled for.
-        settings: of its partitionings.
-        objective: of the plan.
         limit_bytes: the budget as the scheduler has it, at the planned sizes; None without one.
     """
 

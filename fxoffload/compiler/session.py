@@ -154,11 +154,9 @@ class CompileSession:
     """State of one call of the backend.
 
     Args:
-        options: validated options.
         disabled: pieces that are switched off, by option or environment.
         device: the device that values leave and return to.
         inputs: of the graph that is compiled; None: what AOTAutograd says of them.
-        num_points: of a plan's frontier.
     """
 
     def __init__(

@@ -38,10 +38,6 @@ log = logging.getLogger(__name__)
 def plan_fake_step(step: FakeStep, breaks: tuple[str, ...]) -> Plan:
     """The plan of a step.
 
-    Args:
-        step: that ran.
-        breaks: the code between its graphs.
-
     Raises:
         BudgetError: no plan fits into the budget.
         UnsupportedError: there is nothing to plan.
@@ -94,15 +90,7 @@ def _plan_of_graph(graphs: Sequence[FakeGraph]) -> Plan:
 
 
 class _Planning(ChainPlanning):
-    """The planner of a step's calls, as plans ahead need it.
-
-    Args:
-        calls: of the step.
-        edge_memory: memory at their edges.
-
-    Attributes:
-        said: its warnings.
-    """
+    """The planner of a step's calls, as plans ahead need it."""
 
     def __init__(self, calls: Sequence[FakeGraph], edge_memory: tuple[EdgeMemory, ...]) -> None:
         self.said: list[str] = []

@@ -29,10 +29,7 @@ class PhaseLedger:
     image, by a weak reference to the storage, to write the block anew the next time.
 
     Args:
-        inventory: where tensors are looked for.
         device_types: the devices whose memory is wanted back.
-        owner: of the holdings.
-        image: takes blocks back.
     """
 
     def __init__(

@@ -41,7 +41,6 @@ def fit_link(
     such link explains are something else, and say nothing of it.
 
     Args:
-        step: with measured times.
         offload: as it ran.
         windows: as they ran.
         rates: it was planned with; copies are never found faster.

@@ -57,11 +57,8 @@ def refine(
     """A schedule at least as good as ``found``: compute waits less for copies.
 
     Args:
-        step: that is scheduled.
-        found: to begin with.
         settle: the schedule with these decisions, within the same limit; None where there is none.
         fixed: candidates that are not to be decided.
-        max_tries: most exchanges.
     """
 
     def neighbours(found: Found) -> Iterable[Decisions]:
@@ -86,8 +83,6 @@ def lower_peak(
     the step takes does not count.
 
     Args:
-        step: that is scheduled.
-        offload: to begin with.
         within_host: whether what these decisions move fits on the host.
         fixed: candidates that are not to be decided.
     """

@@ -33,7 +33,6 @@ class Schedule:
     """An action for each candidate of a step, and the predicted step.
 
     Attributes:
-        offload: one bool per ``step.candidates``.
         windows: bytes that may be under way.
         simulation: of the step, so done.
     """
@@ -52,10 +51,7 @@ class Scheduler:
     """Finds schedules for one step.
 
     Args:
-        step: with times and working sets.
-        rates: of the machine.
         fixed: candidate -> True where it must be offloaded, False where it must stay.
-        host_bytes: most bytes on the host.
         in_flight_budget, prefetch_budget: the user's bounds on the windows.
     """
 

@@ -35,7 +35,6 @@ class VariantLayout:
         num_results: of variant 0's forward.
         direct: (place among the variant's results, slot among variant 0's) of values that stay in a slot.
         bundled: places among the variant's results of values that go into the bundle.
-        names: of those values.
         carrier: the slot of the bundle's token.
         carried_to: the place of that slot among the arguments of variant 0's backward.
         carrier_name: name of the value that variant 0 saves there.
@@ -63,9 +62,7 @@ class Variant:
 
     Attributes:
         forward: its forward.
-        backward: its backward.
         order: for each ``OffloadCandidate`` of the forward, its place in ``Choice.offload``.
-        layout: of its values.
     """
 
     forward: OuterProgram
