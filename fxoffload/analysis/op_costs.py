@@ -121,6 +121,11 @@ def call_of(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
     return node.args[skip], node.args[skip + 1 :]
 
 
+def kwargs_of(node: fx.Node) -> dict[str, Any]:
+    """The keyword arguments of the op that ``node`` runs; see ``call_of``."""
+    return {name: value for name, value in node.kwargs.items() if name != "rng_state"}
+
+
 def node_kind(node: fx.Node) -> Kind:
     """The kind of ``node``, on which its time depends.
 

@@ -20,7 +20,7 @@ from fxoffload.passes.find_candidates import FindCandidates, SavedValues
 from fxoffload.passes.find_turn import FindTurn, Turn
 from fxoffload.passes.insert_transfers import InsertOffloads, InsertReloads
 from fxoffload.passes.rematerialize import Rematerialize
-from fxoffload.passes.runner import PassEntry
+from fxoffload.passes.runner import PassEntry, State
 from fxoffload.passes.settle_nodes import SettleNodes
 from fxoffload.passes.verify_pairing import VerifyPairing
 from fxoffload.passes.verify_transfers import VerifyTransfers
@@ -188,3 +188,8 @@ BACKWARD: tuple[PassEntry[BackwardState], ...] = (
 
 # The passes that the piece "verify" switches off.
 PROOFS = ("verify_wiring", "verify_transfers", "verify_pairing")
+
+
+def without_proofs(entries: tuple[PassEntry[State], ...]) -> tuple[PassEntry[State], ...]:
+    """A pipeline less its proofs."""
+    return tuple(e for e in entries if e.name not in PROOFS)
