@@ -239,6 +239,12 @@ def shape_of(value: torch.Tensor) -> tuple[int, ...] | None:
     return None if None in sizes else tuple(sizes)  # type: ignore[arg-type]
 
 
+def numel_of(node: fx.Node) -> int:
+    """Elements of its first result; 0 where a size has no hint."""
+    shape = shape_of(tensors_of(node)[0])
+    return 0 if shape is None else math.prod(shape)
+
+
 def distinct_bytes(node: fx.Node) -> int | None:
     """Bytes of different elements: expanded dimensions count once. None where a size has no hint."""
     total = 0
