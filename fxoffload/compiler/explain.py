@@ -138,10 +138,7 @@ def checkpointed_decisions(plain: Partitioning, checkpointed: Partitioning) -> I
 
 
 def recomputed_rows(
-    base: Iterable[Candidate],
-    saved: Collection[str],
-    label_of: Callable[[Sequence[fx.Node]], str],
-    reason: str,
+    base: Iterable[Candidate], saved: Collection[str], label_of: Callable[[Sequence[fx.Node]], str], reason: str
 ) -> Iterable[ExplainRow]:
     """Values that plain Inductor would save (``base``) and whose names are not in ``saved``. Inputs are there."""
     for candidate in base:

@@ -147,11 +147,7 @@ class MadeUp:
     """
 
     def __init__(
-        self,
-        inputs: Sequence[fx.Node],
-        nodes: Sequence[fx.Node],
-        device: torch.device,
-        dying: Collection[int] = (),
+        self, inputs: Sequence[fx.Node], nodes: Sequence[fx.Node], device: torch.device, dying: Collection[int] = ()
     ) -> None:
         self._inputs = tuple(inputs)
         self._inside = frozenset(nodes)

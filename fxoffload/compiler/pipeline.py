@@ -100,10 +100,7 @@ FIND: tuple[PassEntry[ForwardState], ...] = (
     PassEntry(
         "find_candidates",
         lambda s: FindCandidates(
-            num_user_outputs=s.num_user_outputs,
-            static_inputs=s.static_inputs,
-            min_bytes=s.min_bytes,
-            device=s.device,
+            num_user_outputs=s.num_user_outputs, static_inputs=s.static_inputs, min_bytes=s.min_bytes, device=s.device
         ),
         "saved",
         ("num_user_outputs", "static_inputs", "min_bytes", "device"),
@@ -161,10 +158,7 @@ BACKWARD: tuple[PassEntry[BackwardState], ...] = (
         ("segmentation", "donatable"),
     ),
     PassEntry(
-        "make_calls",
-        lambda s: _make_calls(s.segmentation, s.donations),
-        "modules",
-        ("segmentation", "donations"),
+        "make_calls", lambda s: _make_calls(s.segmentation, s.donations), "modules", ("segmentation", "donations")
     ),
     PassEntry(
         "insert_reloads",

@@ -295,7 +295,7 @@ class Planning:
                 warn(
                     f"the activation_budget of {format_bytes(self.objective.budget_bytes)} costs a predicted slowdown "
                     f"of {100 * slowdown:.1f} %, above max_slowdown ({100 * bound:.3g} %); the budget wins. Raise the "
-                    "budget, or allow the slowdown",
+                    "budget, or allow the slowdown"
                 )
         gain = gain_of(found, baseline)
         if self.limit_bytes is not None and found.peak_bytes > self.limit_bytes:

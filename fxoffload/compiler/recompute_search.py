@@ -254,11 +254,7 @@ class RecomputeSearch:
         yield found or Try(*self._known("default"), schedule=None)
 
     def _try_new(
-        self,
-        choices: Choices,
-        solution: Solution,
-        aim: Callable[[Scheduler], Schedule | None],
-        seen: set[Hashable],
+        self, choices: Choices, solution: Solution, aim: Callable[[Scheduler], Schedule | None], seen: set[Hashable]
     ) -> Try | None:
         """None if it was tried before, or saves nothing that may move."""
         if solution.variants in seen:

@@ -190,5 +190,5 @@ class ScheduleBySize:
         warn(
             f"a call of sizes {sizes} takes {format_bytes(peak)} whatever is offloaded, more "
             f"than the activation_budget of {format_bytes(limit)}; it runs with the least memory. Make the batch "
-            "smaller, or raise the budget",
+            "smaller, or raise the budget"
         )

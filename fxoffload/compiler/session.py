@@ -776,8 +776,7 @@ class CompileSession:
         except Exception as error:
             graph.planned, self._settled = before
             tell.warn(
-                "fxoffload could not plan with measured segments and goes on with its plan as it is: "
-                f"{in_brief(error)}",
+                f"fxoffload could not plan with measured segments and goes on with its plan as it is: {in_brief(error)}"
             )
 
     def _refuse_what_was_measured(self, scheduler: Scheduler) -> None:
@@ -823,5 +822,5 @@ class CompileSession:
         counters.add("num_fallbacks")
         tell.warn(
             "fxoffload could not handle a graph and compiles it as plain Inductor (on_error='fallback'): "
-            f"{in_brief(error)}",
+            f"{in_brief(error)}"
         )

@@ -181,7 +181,7 @@ def _check_budget(planning: ChainPlanning, found: Schedule, *, is_least: bool) -
         f"expected a step within the activation_budget of {format_bytes(budget)}, found one that takes "
         f"{format_bytes(least)}: each of its graphs fits into the budget alone, and they cannot be planned together "
         "(one that fits without a plan is compiled as plain Inductor does). Make the model free of the graph breaks "
-        "that the plan names, or give a smaller budget",
+        "that the plan names, or give a smaller budget"
     )
 
 

@@ -38,11 +38,7 @@ class Sizes:
 
 CUDA = Sizes(
     matmul={torch.bfloat16: 8192, torch.float16: 8192, torch.float32: 8192},
-    attention={
-        torch.bfloat16: (32, 16384, 128),
-        torch.float16: (32, 16384, 128),
-        torch.float32: (32, 4096, 128),
-    },
+    attention={torch.bfloat16: (32, 16384, 128), torch.float16: (32, 16384, 128), torch.float32: (32, 4096, 128)},
     stream_bytes=512 << 20,
 )
 CPU = Sizes(

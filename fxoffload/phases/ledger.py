@@ -32,13 +32,7 @@ class PhaseLedger:
         device_types: the devices whose memory is wanted back.
     """
 
-    def __init__(
-        self,
-        inventory: Inventory,
-        device_types: frozenset[str],
-        owner: Owner,
-        image: HostImage,
-    ) -> None:
+    def __init__(self, inventory: Inventory, device_types: frozenset[str], owner: Owner, image: HostImage) -> None:
         self._inventory = inventory
         self._device_types = device_types
         self._owner = owner

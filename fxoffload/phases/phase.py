@@ -67,10 +67,9 @@ def leaving(phase: Phase, options: PhaseOptions) -> tuple[str, ...]:
         return ()
     if phase is Phase.ROLLOUT:
         return GROUPS
-    optimizer = {
-        Phase.LOGPROB: options.offload_optimizer_for_logprob,
-        Phase.SYNC: options.offload_optimizer_for_refit,
-    }[phase]
+    optimizer = {Phase.LOGPROB: options.offload_optimizer_for_logprob, Phase.SYNC: options.offload_optimizer_for_refit}[
+        phase
+    ]
     return (GRADS, OPTIMIZER, EXTRA) if optimizer else (GRADS,)
 
 

@@ -31,11 +31,7 @@ def waits_of(readings: Readings) -> dict[Phase, float]:
 
 
 def fit_link(
-    step: TrainingStep,
-    offload: Sequence[bool],
-    windows: Windows,
-    rates: ProfileRates,
-    waits_ms: Mapping[Phase, float],
+    step: TrainingStep, offload: Sequence[bool], windows: Windows, rates: ProfileRates, waits_ms: Mapping[Phase, float]
 ) -> ProfileRates:
     """The rates with copies as slow as the waits say: to the host by those of the forward, then back. Waits that no
     such link explains are something else, and say nothing of it.

@@ -74,10 +74,7 @@ def refine(
 
 
 def lower_peak(
-    step: TrainingStep,
-    offload: Decisions,
-    within_host: Callable[[Decisions], bool],
-    fixed: Mapping[str, bool],
+    step: TrainingStep, offload: Decisions, within_host: Callable[[Decisions], bool], fixed: Mapping[str, bool]
 ) -> tuple[int, Decisions]:
     """The least peak found, in bytes, with nothing under way, and its decisions; at most that of ``offload``. How long
     the step takes does not count.

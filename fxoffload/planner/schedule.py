@@ -161,11 +161,7 @@ class Scheduler:
     @cached_property
     def _least(self) -> tuple[int, tuple[bool, ...]]:
         """The least peak that was found, with nothing under way, and its decisions."""
-        proposals = [
-            self._named(smallest_peak(self.problem).offloaded),
-            self._extreme(True),
-            self._extreme(False),
-        ]
+        proposals = [self._named(smallest_peak(self.problem).offloaded), self._extreme(True), self._extreme(False)]
         _, best = min((least_peak_bytes(self.step, p), p) for p in proposals if self._within_host(p))
         return lower_peak(self.step, best, self._within_host, self.fixed)
 

@@ -110,13 +110,7 @@ class Transfer:
     __slots__ = ("__weakref__", "block", "nbytes", "reclaimable", "serial", "there", "views", "watch")
 
     def __init__(
-        self,
-        nbytes: int,
-        block: HostBlock,
-        views: Sequence[View],
-        *,
-        reclaimable: bool,
-        watch: Watch | None = None,
+        self, nbytes: int, block: HostBlock, views: Sequence[View], *, reclaimable: bool, watch: Watch | None = None
     ) -> None:
         self.nbytes = nbytes
         self.block = block
