@@ -23,7 +23,7 @@ from fxoffload.compiler.partitioning import Partitioning, copy_graph, describe
 from fxoffload.compiler.session import CompileSession, GraphKwargs
 from fxoffload.compiler.variant_maker import Compiled, VariantMaker
 from fxoffload.runtime.tracker.step_memory import EdgeWatch
-from fxoffload.step.edges import EdgeMemory, Edges, Moment
+from fxoffload.step.edges import Edges, Moment
 from fxoffload.torch_private.graphs import boxed, boxed_eager
 
 
@@ -144,6 +144,8 @@ class FakeStep:
         ran: of the forwards of the step that began last, in order.
         calls: of those that are watched: of graphs that have a description.
         watches: whether memory at the edges of calls is watched.
+        as_compiled, as_plain: the memory there of the step that began last, in the names of the graphs as they would be
+            compiled, and of plain Inductor's.
         has_forward: whether any graph was found, with a backward or without.
         is_regular: whether the backwards came in reverse, each of its forward.
     """
@@ -155,27 +157,19 @@ class FakeStep:
     has_forward: bool = False
     is_regular: bool = True
     _pending: list[int] = field(default_factory=list)
-    _as_compiled: EdgeWatch = field(default_factory=EdgeWatch)
-    _as_plain: EdgeWatch = field(default_factory=EdgeWatch)
+    as_compiled: EdgeWatch = field(default_factory=EdgeWatch)
+    as_plain: EdgeWatch = field(default_factory=EdgeWatch)
 
     def begin(self, *, watches: bool) -> None:
         """Start another step, and forget the one before."""
         self.watches = watches
         self.ran, self.calls, self._pending, self.is_regular = [], [], [], True
-        self._as_compiled, self._as_plain = EdgeWatch(), EdgeWatch()
+        self.as_compiled, self.as_plain = EdgeWatch(), EdgeWatch()
 
     @property
     def is_complete(self) -> bool:
         """Whether every forward had its backward."""
         return not self._pending
-
-    def edge_memory(self) -> tuple[EdgeMemory, ...]:
-        """Of the last step that began, in the names of the graphs as they would be compiled."""
-        return self._as_compiled.edge_memory()
-
-    def plain_edge_memory(self) -> tuple[EdgeMemory, ...]:
-        """The same, in the names of plain Inductor's graphs."""
-        return self._as_plain.edge_memory()
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
@@ -240,7 +234,7 @@ class FakeStep:
 
     @property
     def _watches(self) -> tuple[EdgeWatch, EdgeWatch]:
-        return self._as_compiled, self._as_plain
+        return self.as_compiled, self.as_plain
 
     def _look(self) -> None:
         for edges in self._watches:

@@ -125,7 +125,7 @@ def _plan_of_calls(step: FakeStep) -> Plan:
             f"{len(calls)} calls of compiled graphs in another order, which are not planned together in training "
             "either. Plan the parts of the model between its graph breaks"
         )
-    planning = _Planning(calls, step.edge_memory())
+    planning = _Planning(calls, step.as_compiled.edge_memory())
     together = _are_planned_together(calls)
     found = planning.run() if together else _as_each_plans(calls, planning)
     for text in planning.said:
@@ -133,7 +133,9 @@ def _plan_of_calls(step: FakeStep) -> Plan:
     _check_budget(planning, found, is_least=together)
     if not together or any(g.planned is not None for g in calls):
         # As compiled, graphs with plans of their own recompute what those plans say.
-        planning.baseline = planning.keep_all([g.plain for g in calls if g.plain is not None], step.plain_edge_memory())
+        planning.baseline = planning.keep_all(
+            [g.plain for g in calls if g.plain is not None], step.as_plain.edge_memory()
+        )
         aim = aim_of(planning.objective) if together else _each_by_itself(calls)
         planning.summary = f"{aim}: {planning.gain(found, Prediction.of(planning.baseline))}"
     plan = planning.describe(found)
