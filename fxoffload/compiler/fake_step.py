@@ -23,7 +23,7 @@ from fxoffload.compiler.partitioning import Partitioning, copy_graph, describe
 from fxoffload.compiler.session import CompileSession, GraphKwargs
 from fxoffload.compiler.variant_maker import Compiled, VariantMaker
 from fxoffload.runtime.tracker.step_memory import EdgeWatch
-from fxoffload.step.edges import Edges, Moment
+from fxoffload.step.edges import EdgeMemory, Edges, Moment
 from fxoffload.torch_private.graphs import boxed, boxed_eager
 
 
@@ -31,10 +31,14 @@ class FakeGraph:
     """A graph with a backward. Made while AOTAutograd hands it over.
 
     Args:
+        session: that partitioned it.
+        forward: as AOTAutograd hands it over.
+        backward: as AOTAutograd hands it over.
         forward_kwargs: those that Inductor is given for the forward.
         backward_kwargs: those that Inductor is given for the backward.
 
     Attributes:
+        layers: of it.
         planned: its own plan; None: it has no two layers, or sizes that depend on data.
         why_not_described: why a plan over several graphs may not have it; "" where it may.
         moved: positions of the forward's results that may leave the device.
@@ -144,8 +148,6 @@ class FakeStep:
         ran: of the forwards of the step that began last, in order.
         calls: of those that are watched: of graphs that have a description.
         watches: whether memory at the edges of calls is watched.
-        as_compiled, as_plain: the memory there of the step that began last, in the names of the graphs as they would be
-            compiled, and of plain Inductor's.
         has_forward: whether any graph was found, with a backward or without.
         is_regular: whether the backwards came in reverse, each of its forward.
     """
@@ -157,19 +159,27 @@ class FakeStep:
     has_forward: bool = False
     is_regular: bool = True
     _pending: list[int] = field(default_factory=list)
-    as_compiled: EdgeWatch = field(default_factory=EdgeWatch)
-    as_plain: EdgeWatch = field(default_factory=EdgeWatch)
+    _as_compiled: EdgeWatch = field(default_factory=EdgeWatch)
+    _as_plain: EdgeWatch = field(default_factory=EdgeWatch)
 
     def begin(self, *, watches: bool) -> None:
         """Start another step, and forget the one before."""
         self.watches = watches
         self.ran, self.calls, self._pending, self.is_regular = [], [], [], True
-        self.as_compiled, self.as_plain = EdgeWatch(), EdgeWatch()
+        self._as_compiled, self._as_plain = EdgeWatch(), EdgeWatch()
 
     @property
     def is_complete(self) -> bool:
         """Whether every forward had its backward."""
         return not self._pending
+
+    def edge_memory(self) -> tuple[EdgeMemory, ...]:
+        """Of the last step that began, in the names of the graphs as they would be compiled."""
+        return self._as_compiled.edge_memory()
+
+    def plain_edge_memory(self) -> tuple[EdgeMemory, ...]:
+        """The same, in the names of plain Inductor's graphs."""
+        return self._as_plain.edge_memory()
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
@@ -234,7 +244,7 @@ class FakeStep:
 
     @property
     def _watches(self) -> tuple[EdgeWatch, EdgeWatch]:
-        return self.as_compiled, self.as_plain
+        return self._as_compiled, self._as_plain
 
     def _look(self) -> None:
         for edges in self._watches:

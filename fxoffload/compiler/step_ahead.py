@@ -38,6 +38,10 @@ log = logging.getLogger(__name__)
 def plan_fake_step(step: FakeStep, breaks: tuple[str, ...]) -> Plan:
     """The plan of a step.
 
+    Args:
+        step: that ran.
+        breaks: the code between its graphs.
+
     Raises:
         BudgetError: no plan fits into the budget.
         UnsupportedError: there is nothing to plan.
@@ -90,7 +94,15 @@ def _plan_of_graph(graphs: Sequence[FakeGraph]) -> Plan:
 
 
 class _Planning(ChainPlanning):
-    """The planner of a step's calls, as plans ahead need it."""
+    """The planner of a step's calls, as plans ahead need it.
+
+    Args:
+        calls: of the step.
+        edge_memory: memory at their edges.
+
+    Attributes:
+        said: its warnings.
+    """
 
     def __init__(self, calls: Sequence[FakeGraph], edge_memory: tuple[EdgeMemory, ...]) -> None:
         self.said: list[str] = []
@@ -125,7 +137,7 @@ def _plan_of_calls(step: FakeStep) -> Plan:
             f"{len(calls)} calls of compiled graphs in another order, which are not planned together in training "
             "either. Plan the parts of the model between its graph breaks"
         )
-    planning = _Planning(calls, step.as_compiled.edge_memory())
+    planning = _Planning(calls, step.edge_memory())
     together = _are_planned_together(calls)
     found = planning.run() if together else _as_each_plans(calls, planning)
     for text in planning.said:
@@ -133,9 +145,7 @@ def _plan_of_calls(step: FakeStep) -> Plan:
     _check_budget(planning, found, is_least=together)
     if not together or any(g.planned is not None for g in calls):
         # As compiled, graphs with plans of their own recompute what those plans say.
-        planning.baseline = planning.keep_all(
-            [g.plain for g in calls if g.plain is not None], step.as_plain.edge_memory()
-        )
+        planning.baseline = planning.keep_all([g.plain for g in calls if g.plain is not None], step.plain_edge_memory())
         aim = aim_of(planning.objective) if together else _each_by_itself(calls)
         planning.summary = f"{aim}: {planning.gain(found, Prediction.of(planning.baseline))}"
     plan = planning.describe(found)
@@ -183,7 +193,7 @@ def _check_budget(planning: ChainPlanning, found: Schedule, *, is_least: bool) -
         f"expected a step within the activation_budget of {format_bytes(budget)}, found one that takes "
         f"{format_bytes(least)}: each of its graphs fits into the budget alone, and they cannot be planned together "
         "(one that fits without a plan is compiled as plain Inductor does). Make the model free of the graph breaks "
-        "that the plan names, or give a smaller budget"
+        "that the plan names, or give a smaller budget",
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from fxoffload.machine.estimate_error import EstimateError
@@ -104,7 +104,7 @@ class Prediction:
     @staticmethod
     def of(simulation: Simulation) -> Prediction:
         """The prediction of a simulation."""
-        return Prediction(**{f.name: getattr(simulation, f.name) for f in fields(Prediction)})
+        return Prediction(**{name: getattr(simulation, name) for name in Prediction.__dataclass_fields__})
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
