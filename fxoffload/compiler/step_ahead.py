@@ -112,12 +112,14 @@ class _Planning(ChainPlanning):
         # No value of a graph that plain Inductor compiles can move.
         names = [n for g, names in zip(calls, self.chain.candidates, strict=True) if g.is_plain for n in names]
         self._stays = {name: False for name in names if name is not None}
-        self.choice = self.compiled = self.ways.as_compiled()
+        self.choice = self.compiled = self.chain_search.as_compiled()
 
     def keep_all(self, descriptions: Sequence[GraphDescription], edge_memory: Sequence[EdgeMemory]) -> Simulation:
         """The step of other forms of the graphs, with everything on the device."""
         return (
-            self._ways(descriptions, edge_memory, [frozenset()] * len(descriptions)).as_compiled().scheduler.keep_all()
+            self._chain_search(descriptions, edge_memory, [frozenset()] * len(descriptions))
+            .as_compiled()
+            .scheduler.keep_all()
         )
 
     def warn(self, kind: str, text: str) -> None:
