@@ -66,7 +66,10 @@ class AddsToLogs(TrainerCallback):
 
 class AddsFirst(AddsToLogs):
     def __init__(self, add: Callable[[TrainerState, dict[str, Any]], None]) -> None:
-        self._add = add
+        self.add = add
+
+    def _add(self, state: TrainerState, logs: dict[str, Any]) -> None:
+        self.add(state, logs)
 
 
 def put_first(add: Callable[[TrainerState, dict[str, Any]], None]) -> Callable[[], None]:
