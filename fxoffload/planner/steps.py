@@ -6,6 +6,7 @@ form. Lifetimes of storages, and where a copy may start, follow from it: ``progr
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -451,10 +452,7 @@ def _moved_bytes(values: Sequence[torch.Tensor], min_bytes: int) -> int:
         count = [hint(n) for n in value.shape]
         if covered is None or offset is None or None in count:
             return 0
-        number = 1
-        for n in count:
-            number *= n or 0
-        elements += number * size
+        elements += math.prod(count) * size  # type: ignore[arg-type]
         starts.append(offset * size)
         ends.append(offset * size + covered)
     if elements < max(min_bytes, 1):
