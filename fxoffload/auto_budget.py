@@ -129,14 +129,12 @@ def _work_out(device: torch.device) -> _FoundModel:
         warn(
             f"expected an optimizer of the parameters on {device}, to work out an activation_budget, found none: "
             "AdamW's two values are counted for each parameter that requires grad. Make the optimizer before the first "
-            "step, or give bytes: fxoffload.activation_budget(model, optimizer, state_bytes=...)",
+            "step, or give bytes: fxoffload.activation_budget(model, optimizer, state_bytes=...)"
         )
     try:
         room = room_on(device, parameters, optimizers or [None])
     except UnsupportedError as error:
-        warn(
-            f"AdamW's two values are counted for each trained parameter, to work out an activation_budget: {error}",
-        )
+        warn(f"AdamW's two values are counted for each trained parameter, to work out an activation_budget: {error}")
         room = room_on(device, parameters, [None])
     left = _agreed(room, device, parameters)
     return _FoundModel(room, left, tuple(weakref.ref(one) for one in optimizers or parameters))
@@ -185,14 +183,14 @@ def _agreed(room: BudgetRoom, device: torch.device, parameters: Sequence[Tensor]
     if text is None or not re.fullmatch(r"\d+", text):
         warn(
             "the ranks could not agree on one activation_budget, and each works out its own; fxoffload.check_ranks() "
-            "says whether their plans fit together. Give every rank the same bytes instead",
+            "says whether their plans fit together. Give every rank the same bytes instead"
         )
         return mine
     agreed = int(text)
     if agreed > mine + room.total - room.limit:
         warn(
             f"expected {device} to leave what another rank's device does, {format_bytes(agreed)}, found "
-            f"{format_bytes(mine)}: steps may run out of memory here. Give every rank the smaller one as bytes",
+            f"{format_bytes(mine)}: steps may run out of memory here. Give every rank the smaller one as bytes"
         )
     return agreed
 

@@ -27,11 +27,7 @@ from fxoffload.step.choice import Choice
 class CompiledVariant:
     """A graph that was compiled once more, with another recompute choice (``fxoffload.runtime.variant``).
 
-    Attributes:
-        number: that calls name it by.
-        forward: as of the graph.
-        backward: as of the graph.
-        saved: as of the graph.
+    ``number``: that calls name it by.
     """
 
     number: int

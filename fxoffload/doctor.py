@@ -20,11 +20,7 @@ from fxoffload.machine.devices import identify, resolve
 from fxoffload.machine.lookup import PROFILE_VARIABLE, profile_for
 from fxoffload.machine.profile import MEASURED, MachineProfile
 from fxoffload.machine.shelf import load_profile, shipped_names
-from fxoffload.runtime.host_memory.limits import (
-    default_host_budget_bytes,
-    describe_host_memory,
-    describe_locked_memory,
-)
+from fxoffload.runtime.host_memory.limits import default_host_budget_bytes, describe_host_memory, describe_locked_memory
 from fxoffload.runtime.host_memory.numa import cpus_of, memory_nodes, node_of
 from fxoffload.sizes import format_bytes
 

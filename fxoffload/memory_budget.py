@@ -6,7 +6,7 @@ import copy
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -194,15 +194,10 @@ def room_elsewhere(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, device: str | Path | MachineProfile
 ) -> BudgetRoom:
     """What an empty device leaves for a model that is trained there. ``optimizer``: as one of those of ``room_on``."""
-    target = _target(model, device)
-    with torch.no_grad():
-        unknown = assumed_state_bytes(model.parameters(), target)
-        return Lasting(
-            target.memory.total,
-            _to_move([*model.parameters(), *model.buffers()], target),
-            _gradient_bytes(model.parameters(), target, persist=True),
-            unknown if optimizer is None else _state_bytes(optimizer, target, None),
-        ).room()
+    found = lasting(model, optimizer, device)
+    if optimizer is None:
+        found = replace(found, state=assumed_state_bytes(model.parameters(), _target(model, device)))
+    return found.room()
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,7 @@ class Options:
         if self.inner == "aot_eager" and self.inductor:
             warn(
                 "inner='aot_eager' runs segments uncompiled: of the Inductor options only those that act on the joint "
-                "graph (its passes and its partitioner) have an effect. For all of them use inner='inductor'",
+                "graph (its passes and its partitioner) have an effect. For all of them use inner='inductor'"
             )
 
     def __hash__(self) -> int:
@@ -207,7 +207,7 @@ def _check_slowdown(value: object) -> float | None:
         if value > _MOST_SLOWDOWN:
             warn(
                 f"max_slowdown is {value:g}: a step may take {1 + value:g} times as long. It is a fraction; for "
-                f"{value:g} % write {value / 100:g}",
+                f"{value:g} % write {value / 100:g}"
             )
         return float(value)
     raise OptionsError(f"max_slowdown is {value!r}; expected a fraction of the step time such as 0.02, or None")
@@ -241,9 +241,7 @@ def _check_disable(disable: Iterable[str]) -> tuple[str, ...]:
     return found
 
 
-def _check_inductor(
-    inductor: Mapping[str, Any] | Iterable[tuple[str, Any]],
-) -> tuple[tuple[str, Any], ...]:
+def _check_inductor(inductor: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> tuple[tuple[str, Any], ...]:
     try:
         given = dict(inductor)
     except (TypeError, ValueError):

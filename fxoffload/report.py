@@ -95,6 +95,6 @@ def reserve_host_memory(size: int | str, device: torch.device | str | None = Non
         warn(
             f"expected at most {format_bytes(most)}, which is what this process may pin (host memory: "
             f"{describe_host_memory()}; ulimit -l: {describe_locked_memory()}), found {format_bytes(nbytes)}: "
-            f"{format_bytes(most)} are reserved. Ask for less, or give the machine or its container more memory",
+            f"{format_bytes(most)} are reserved. Ask for less, or give the machine or its container more memory"
         )
     engine.reserve(nbytes, budgets, stays=True)

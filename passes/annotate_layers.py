@@ -24,13 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch.fx as fx
 
-from fxoffload.analysis.labels import (
-    _DECORATED,
-    LAYER_KEY,
-    MODULE_KEY,
-    ModulePath,
-    path_of,
-)
+from fxoffload.analysis.labels import _DECORATED, LAYER_KEY, MODULE_KEY, ModulePath, path_of
 from fxoffload.analysis.values import tensor_of
 
 # A layer that holds more than this share of all labelled nodes may be a stage that contains the real blocks.

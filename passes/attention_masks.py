@@ -36,9 +36,7 @@ class AttentionMask:
     """One mask, which one or several calls of attention share.
 
     Attributes:
-        name: of its node.
         producer: the op that makes it; "" for an input of the graph.
-        nbytes: of its memory.
         tokens: S.
         kernel: that the calls take, in words.
         layers: of the calls; "" where a call is in none.

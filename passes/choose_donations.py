@@ -27,7 +27,6 @@ class ChooseDonations:
     """Segment name -> positions of donated inputs.
 
     Args:
-        segmentation: of the backward graph.
         donatable: placeholders that belong to this backward alone (AOTAutograd's own analysis).
     """
 

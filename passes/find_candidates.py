@@ -94,12 +94,7 @@ class FindCandidates:
     name = "find_candidates"
 
     def __init__(
-        self,
-        *,
-        num_user_outputs: int,
-        static_inputs: Collection[int],
-        min_bytes: int,
-        device: torch.device,
+        self, *, num_user_outputs: int, static_inputs: Collection[int], min_bytes: int, device: torch.device
     ) -> None:
         self.num_user_outputs = num_user_outputs
         self.static_inputs = frozenset(static_inputs)

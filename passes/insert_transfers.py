@@ -168,10 +168,8 @@ class InsertReloads:
     """The backward half.
 
     Args:
-        segmentation: of the backward graph.
         copies: names of the placeholders that may hold a copy.
         donatable: names of the placeholders that belong to this backward alone.
-        device: where reloaded values go.
         modules: segment names -> modules that the outer graph calls.
         heavy_head: whether the ops before the first layer work on much (see ``Turn``).
     """

@@ -38,7 +38,6 @@ class Rematerialize:
     A segment of which nothing is left is gone.
 
     Args:
-        segmentation: of the graph.
         moved: see ``CutSegments``.
     """
 

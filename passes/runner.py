@@ -23,7 +23,6 @@ class PassEntry(Generic[State]):
     """One entry of a pipeline, as data.
 
     Attributes:
-        name: the pass' name.
         make: the pass object for the state so far; called with the graph named by ``on``.
         writes: the state's attribute that takes the pass' result.
         reads: attributes of the state that ``make`` may read; it finds no others.

@@ -30,12 +30,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fxoffload.analysis.layer_classes import behind_tangents, is_random, layers_of
 from fxoffload.analysis.op_costs import tensors_of
-from fxoffload.analysis.recompute_rules import (
-    OFFLOADED,
-    SAVED,
-    _is_cheap,
-    overwritten_inputs,
-)
+from fxoffload.analysis.recompute_rules import OFFLOADED, SAVED, _is_cheap, overwritten_inputs
 from fxoffload.torch_private.op_schemas import mutated_args
 
 if TYPE_CHECKING:

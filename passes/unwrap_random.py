@@ -21,7 +21,7 @@ from typing import Any
 
 import torch.fx as fx
 
-from fxoffload.analysis.op_costs import call_of, sets_random_state
+from fxoffload.analysis.op_costs import call_of, kwargs_of, sets_random_state
 from fxoffload.analysis.recompute_rules import never_drops
 from fxoffload.analysis.values import output_values
 from fxoffload.torch_private.partitioner import saves_rng_state
@@ -62,19 +62,14 @@ def _has_wrappers(module: Any) -> bool:
 def _signature(node: fx.Node) -> Hashable:
     target, args = call_of(node)
     # Nodes are written by name, and a partitioned graph keeps the names.
-    return str(target), repr(args), repr(sorted(_kwargs_of(node).items()))
-
-
-def _kwargs_of(node: fx.Node) -> dict[str, Any]:
-    """Of the op that ``node`` runs."""
-    return {name: value for name, value in node.kwargs.items() if name != "rng_state"}
+    return str(target), repr(args), repr(sorted(kwargs_of(node).items()))
 
 
 def _unwrap(graph: fx.Graph, node: fx.Node, original: fx.Node) -> None:
     target, args = call_of(node)
     states = [a for a in (*node.args[:1], node.kwargs.get("rng_state")) if isinstance(a, fx.Node)]
     with graph.inserting_before(node):
-        plain = graph.create_node("call_function", target, args, _kwargs_of(node), name=original.name)
+        plain = graph.create_node("call_function", target, args, kwargs_of(node), name=original.name)
     plain.meta = dict(original.meta)
     if saves_rng_state(node):
         for item in list(node.users):

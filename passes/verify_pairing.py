@@ -36,7 +36,6 @@ class VerifyPairing:
     """Raises ``VerificationError`` (an AssertionError: a bug of ours) where a backward does not fit its forward.
 
     Args:
-        inner: the forward's inner graph.
         outer: the forward's outer graph, verified.
         num_user_outputs: leading outputs that the caller sees.
     """

@@ -36,7 +36,6 @@ class VerifyWiring:
 
     Args:
         gm: the inner graph, after the passes that reorder it.
-        segmentation: of ``gm``.
     """
 
     name = "verify_wiring"

@@ -24,49 +24,21 @@ their tuple late; workspaces of cuDNN; rounding to the allocator's blocks.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import torch.fx as fx
 
 from fxoffload.analysis.in_place import bytes_in_place
 from fxoffload.analysis.kernel_order import likely_orders
 from fxoffload.analysis.segment_kernels import Kernel, SegmentKernels
-from fxoffload.analysis.segmentation import Donations, Segmentation
+from fxoffload.analysis.segmentation import Segment, Segmentation
 from fxoffload.analysis.values import Storages, output_values, tensor_of
 
 
-class EstimateMemory:
-    """Segment name -> ``SegmentStep.temp_bytes``.
-
-    Args:
-        segmentation: of the graph.
-        dying: segment name -> names of inputs whose memory is free once the segment has read them (``dying_inputs``).
-        donations: segment name -> positions of inputs that it may also overwrite.
-    """
-
-    name = "estimate_memory"
-
-    def __init__(
-        self,
-        segmentation: Segmentation,
-        *,
-        dying: Mapping[str, Collection[str]],
-        donations: Donations | None = None,
-    ) -> None:
-        self.segmentation = segmentation
-        self.dying = dying
-        self.donations = donations or {}
-
-    def __call__(self, gm: fx.GraphModule) -> dict[str, int]:
-        return {
-            s.name: estimate_temp_bytes(
-                s.nodes,
-                s.outputs,
-                self.dying.get(s.name, ()),
-                donated={s.inputs[i].name for i in self.donations.get(s.name, ())},
-            )
-            for s in self.segmentation.segments
-        }
+def segment_temp_bytes(segment: Segment, dying: Collection[str], donated: Collection[int] = ()) -> int:
+    """``SegmentStep.temp_bytes``. ``dying``: names of inputs that die in it; ``donated``: positions of those that it
+    may also overwrite."""
+    return estimate_temp_bytes(segment.nodes, segment.outputs, dying, donated={segment.inputs[i].name for i in donated})
 
 
 def estimate_temp_bytes(
@@ -81,7 +53,6 @@ def estimate_temp_bytes(
     Sizes are hints; a value without one counts nothing. See ``[Note: How a segment's memory is walked]``.
 
     Args:
-        nodes: the ops.
         outputs: those of their values that live on.
         dying: names of values from outside whose memory is free once they have been read.
         donated: names of values among these that may be overwritten.
@@ -105,8 +76,6 @@ def dying_inputs(
     """Segment name -> inputs whose memory dies in it: it is the last to read it, and the graph does not return it.
 
     Args:
-        gm: the graph.
-        segmentation: of it.
         handed_over: names of graph inputs to which only this graph has references while it runs (saved activations).
     """
     storages = Storages(gm.graph.nodes)

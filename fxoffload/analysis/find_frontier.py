@@ -114,7 +114,6 @@ class FindFrontier:
     """One ``LayerClass`` for each structure, in order of the first layer. See the module docstring.
 
     Args:
-        rates: how fast the machine is.
         num_forward_outputs: leading outputs of the joint graph that are the forward's.
         static_inputs: indices of the placeholders that are parameters or buffers.
         max_points: bound of the points of one class.

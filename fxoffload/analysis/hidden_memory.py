@@ -216,7 +216,7 @@ _MAX_SPLITS = 256
 def _split_reduction(node: fx.Node) -> int:
     """torch/_inductor/ir.py, Reduction.num_splits: where too few results are made of too much (the gradient of a norm's
     weight), partial results are written first, in float32."""
-    kept, source = _new_elements(node), node.all_input_nodes[0]
+    kept, source = math.prod(_shape(node)), node.all_input_nodes[0]
     shape = _shape(source)
     dims = reduced_dims(node, len(shape))
     reduced = math.prod(shape[d] for d in dims)
@@ -225,10 +225,6 @@ def _split_reduction(node: fx.Node) -> int:
     if reduced < _MAX_SPLITS or (not outer and kept >= 1024):
         return 0
     return 4 * kept * min(_MAX_SPLITS, reduced // 8)
-
-
-def _new_elements(node: fx.Node) -> int:
-    return math.prod(_shape(node))
 
 
 _HIDDEN: dict[str, Callable[[fx.Node, Sequence[Any]], int]] = {

@@ -5,14 +5,13 @@ See [Note: How a segment's memory is walked] in ``estimate_memory``.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TypeAlias
 
 import torch
 import torch.fx as fx
 
-from fxoffload.analysis.op_costs import OTHER_PLACES, aten_names, fused_form, op_name, shape_of, source_of, tensors_of
+from fxoffload.analysis.op_costs import OTHER_PLACES, aten_names, fused_form, numel_of, op_name, source_of, tensors_of
 from fxoffload.analysis.segment_kernels import Buffer, Kernel, SegmentKernels
 from fxoffload.torch_private.symbolic_sizes import hint
 
@@ -42,7 +41,7 @@ def bytes_in_place(segment: SegmentKernels, kernel: Kernel, freed: Sequence[Buff
                 and all(old not in other or kernel.steps[j] in made_of for j, other in enumerate(touched) if j != i)
             ):
                 value = kernel.reads[old][0]
-                same = tensors_of(value)[0].dtype == tensors_of(step)[0].dtype and _numel(value) == _numel(step)
+                same = tensors_of(value)[0].dtype == tensors_of(step)[0].dtype and numel_of(value) == numel_of(step)
                 if same and segment.size[old] * 0.95 <= nbytes <= segment.size[old]:
                     dead.remove(old)
                     total += nbytes
@@ -116,8 +115,3 @@ def _is_contiguous(layout: _Layout) -> bool:
 
 
 _SAME_PLACES = aten_names("view _unsafe_view reshape unsqueeze squeeze alias detach expand")
-
-
-def _numel(node: fx.Node) -> int:
-    shape = shape_of(tensors_of(node)[0])
-    return math.prod(shape) if shape is not None else 0

@@ -23,7 +23,6 @@ kernels that run side by side.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -38,6 +37,7 @@ from fxoffload.analysis.op_costs import (
     fused_form,
     is_wait,
     node_kind,
+    numel_of,
     op_name,
     reduced_dims,
     shape_of,
@@ -252,7 +252,7 @@ class Fusion:
             base = base_of(value)
             parts = self._in_registers[base] if base in self._in_registers else {base: {value: self._bytes(value)}}
             if fused_form(node) == "gather" and value is node.args[0]:
-                parts = _limited(parts, _numel(node))
+                parts = _limited(parts, numel_of(node))
             _merge(found, parts)
         return found
 
@@ -443,11 +443,11 @@ def _limited(reads: _Reads, num_elements: int) -> _Reads:
 
 
 def _loop_of(node: fx.Node) -> _Loop:
-    kept = _numel(node)
+    kept = numel_of(node)
     if fused_form(node) != "reduction":
         return _Loop(kept)
     (source, *_) = _inputs(node)
-    total = _numel(source)
+    total = numel_of(source)
     dims = reduced_dims(node, len(tensors_of(source)[0].shape))
     if not kept or total <= kept:
         return _Loop(kept)
@@ -455,8 +455,3 @@ def _loop_of(node: fx.Node) -> _Loop:
     kept_dims = [i for i, size in enumerate(shape) if i not in dims and size != 1]
     inner = all(i > max(kept_dims, default=-1) for i in dims if shape[i] != 1)
     return _Loop(kept, total // kept, "inner" if inner else "outer")
-
-
-def _numel(node: fx.Node) -> int:
-    shape = shape_of(tensors_of(node)[0])
-    return math.prod(shape) if shape is not None else 0

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.fx as fx
 
+from fxoffload.analysis.argument_key import argument_key
 from fxoffload.analysis.labels import LAYER_KEY
 from fxoffload.analysis.op_costs import op_name, tensors_of
 from fxoffload.analysis.values import extent_bytes
@@ -64,7 +65,6 @@ class Layer:
     """One layer of a joint graph, after equal ops are merged.
 
     Attributes:
-        label: its label.
         nodes: its ops; see ``layers_of``.
         place: node -> its position: an index of ``nodes``, or -1 - k for the k-th value from outside.
         outside: values that it reads and does not make, by first appearance.
@@ -286,7 +286,7 @@ class Joint:
             if self._merged[node] is not node:
                 rows.append(layer.place.get(self._merged[node]))
                 continue
-            arguments = (_argument(node.args, layer, self._merged), _argument(node.kwargs, layer, self._merged))
+            arguments = argument_key((node.args, node.kwargs), lambda n: self._place(n, layer))
             leaves = self._base[node] is node and self.leaves(node, layer)
             readers = tuple(str(u.target) for u in self.backward_readers(node, layer))
             rows.append(
@@ -301,6 +301,10 @@ class Joint:
                 )
             )
         return tuple(rows)
+
+    def _place(self, node: fx.Node, layer: Layer) -> Hashable:
+        place = layer.place.get(self._merged[node])
+        return ("at", place) if place is not None else ("free", str(_layout(self._merged[node])))
 
     def costs_memory(self, base: fx.Node) -> bool:
         """Whether a value from outside takes memory when the backward needs it.
@@ -324,11 +328,8 @@ def _merge_equal(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
         found[node] = node
         if node.op != "call_function" or is_random(node) or mutated_args(node) or _storage(node) in returned:
             continue
-        key = (node.target, _argument(node.args, None, found), _argument(node.kwargs, None, found))
-        try:
-            found[node] = first.setdefault(key, node)
-        except TypeError:  # an argument that cannot be hashed
-            continue
+        key = (node.target, argument_key((node.args, node.kwargs), found.__getitem__))
+        found[node] = first.setdefault(key, node)
     return found
 
 
@@ -337,27 +338,6 @@ def _storage(node: fx.Node) -> int | None:
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
     return value.untyped_storage()._cdata
-
-
-def _argument(value: Any, layer: Layer | None, merged: dict[fx.Node, fx.Node]) -> Any:
-    """An argument in a form that compares by content, type and place."""
-    if isinstance(value, fx.Node):
-        node = merged[value]
-        if layer is None:
-            return node
-        place = layer.place.get(node)
-        return ("at", place) if place is not None else ("free", str(_layout(node)))
-    if isinstance(value, (tuple, list)):
-        return (type(value).__name__, *(_argument(v, layer, merged) for v in value))
-    if isinstance(value, dict):
-        return tuple((k, _argument(v, layer, merged)) for k, v in value.items())
-    if isinstance(value, float):
-        return ("float", value.hex())
-    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return ("sym", str(value.node.expr))
-    if isinstance(value, slice):
-        return ("slice", *(_argument(v, layer, merged) for v in (value.start, value.stop, value.step)))
-    return (type(value).__name__, value)
 
 
 def _layout(node: fx.Node) -> Any:

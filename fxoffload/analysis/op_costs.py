@@ -121,6 +121,11 @@ def call_of(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
     return node.args[skip], node.args[skip + 1 :]
 
 
+def kwargs_of(node: fx.Node) -> dict[str, Any]:
+    """The keyword arguments of the op that ``node`` runs; see ``call_of``."""
+    return {name: value for name, value in node.kwargs.items() if name != "rng_state"}
+
+
 def node_kind(node: fx.Node) -> Kind:
     """The kind of ``node``, on which its time depends.
 
@@ -232,6 +237,12 @@ def shape_of(value: torch.Tensor) -> tuple[int, ...] | None:
     """Hinted sizes; None where one has no hint."""
     sizes = [hint(s) for s in value.shape]
     return None if None in sizes else tuple(sizes)  # type: ignore[arg-type]
+
+
+def numel_of(node: fx.Node) -> int:
+    """Elements of its first result; 0 where a size has no hint."""
+    shape = shape_of(tensors_of(node)[0])
+    return 0 if shape is None else math.prod(shape)
 
 
 def distinct_bytes(node: fx.Node) -> int | None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fxoffload.analysis.op_costs import call_of, shape_of
+from fxoffload.analysis.op_costs import call_of, kwargs_of, shape_of
 from fxoffload.torch_private.symbolic_sizes import hint
 
 
@@ -18,9 +18,9 @@ def op_key(node: fx.Node) -> str | None:
     An operator inside a wrapper that saves or sets the random state has the key that it has without.
     """
     target, args = call_of(node)
-    kwargs = {k: v for k, v in node.kwargs.items() if target is node.target or k != "rng_state"}
+    kwargs = sorted(kwargs_of(node).items())
     try:
-        text = f"{target}({', '.join((*map(_text, args), *(f'{k}={_text(v)}' for k, v in sorted(kwargs.items()))))})"
+        text = f"{target}({', '.join((*map(_text, args), *(f'{k}={_text(v)}' for k, v in kwargs)))})"
     except _NoTextError:
         return None
     if torch.float32 in {t.dtype for n in node.all_input_nodes if isinstance(t := n.meta.get("val"), torch.Tensor)}:

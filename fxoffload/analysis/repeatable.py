@@ -28,7 +28,6 @@ class Repeatable:
     """The values of one graph, and the values from which each can be recomputed.
 
     Args:
-        gm: a partitioned graph.
         moved: name of a graph input -> its bytes, where it is on the device for this graph's sake (a saved value);
             other inputs but tangents are there anyway.
     """
@@ -81,7 +80,6 @@ class Repeatable:
         """The values from which ``node`` can be recomputed; None where that takes too much.
 
         Args:
-            node: a cheap one.
             is_there: whether a cheap value need not be recomputed.
         """
         found: set[fx.Node] = set()

@@ -33,11 +33,8 @@ class Kernel:
         hidden: bytes that its operators allocate and free themselves.
         reads: buffer -> values, or views of them.
         steps: results that a fused one computes and writes or reduces, in the order of the graph.
-        writes: buffer -> bytes.
         overwrites: buffers that were there before.
         reads_parts: whether it reads several parts of one value.
-        before: kernels that it waits for.
-        after: kernels that wait for it.
     """
 
     place: int
@@ -61,7 +58,6 @@ class SegmentKernels:
     """The kernels of one segment and the buffers between them.
 
     Args:
-        nodes: the ops, in graph order.
         outputs: those of their values that live on.
         dying: names of values from outside whose memory is free once they have been read.
         donated: names of values among these that may be overwritten.
@@ -69,8 +65,6 @@ class SegmentKernels:
     Attributes:
         kernels: in the order of the graph; who waits for whom is in each of them.
         inside: op -> its place in the graph.
-        size: bytes of each buffer.
-        readers: who reads each buffer.
         kept: buffers that outlive the segment.
         dying: buffers from outside that do not.
         donated: the part of these that may be overwritten.

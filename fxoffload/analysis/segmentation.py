@@ -14,7 +14,6 @@ class Segment:
     Attributes:
         name: unique in its graph, a valid Python identifier (``layers_3``).
         layer: the layer label, or "" for ops before, between or after the layers.
-        nodes: the ops in graph order.
         inputs: values from outside that the ops read, in order of first use.
         outputs: values of this segment that a later segment or the graph's output reads.
     """

@@ -57,11 +57,7 @@ def _switches(report: Report) -> str:
         return ""
     table = [
         {"phases": "first offload (pins host memory)", "GB/s": f"{found.first_offload_gb_per_s:.1f}", "one copy": ""},
-        {
-            "phases": "offload",
-            "GB/s": _spread(found.offload_gb_per_s, 1),
-            "one copy": _rate(found.link_down_gb_per_s),
-        },
+        {"phases": "offload", "GB/s": _spread(found.offload_gb_per_s, 1), "one copy": _rate(found.link_down_gb_per_s)},
         {"phases": "onload", "GB/s": _spread(found.onload_gb_per_s, 1), "one copy": _rate(found.link_up_gb_per_s)},
     ]
     bits = "every bit is as it was" if found.equal else "BITS DIFFER: please report this"

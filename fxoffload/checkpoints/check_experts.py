@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -9,13 +10,23 @@ from fxoffload.checkpoints.check_parameters import check_parameters
 from fxoffload.checkpoints.config_values import num_experts, whole_number, whole_numbers
 from fxoffload.checkpoints.errors import BrokenCheckpointError, gaps, ranges, some
 from fxoffload.checkpoints.families import Tower
+from fxoffload.checkpoints.folder_name import about
 from fxoffload.checkpoints.header import StoredTensor
-from fxoffload.checkpoints.layouts import Experts, LayoutBlock
+from fxoffload.checkpoints.index import open_checkpoint
+from fxoffload.checkpoints.layouts import Experts, LayoutBlock, detect
 from fxoffload.checkpoints.slices import stored_projections
 
 # More than any model has by far: a larger number is a mistake, and not worth a set of that size.
 MOST_LAYERS = 100_000
 MOST_EXPERTS = 100_000
+
+
+def open_experts(folder: str | os.PathLike[str], pattern: str | None) -> Experts:
+    """The checkpoint in ``folder``, read from headers and JSON. Raises CheckpointError, which names the folder."""
+    with about(folder):
+        experts = detect(open_checkpoint(folder), pattern)
+        check_experts(experts)
+        return experts
 
 
 def check_experts(experts: Experts) -> None:

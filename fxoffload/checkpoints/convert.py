@@ -7,9 +7,11 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, TypeVar
 
+from fxoffload.checkpoints.check_experts import open_experts
 from fxoffload.checkpoints.destination import Destination, choose_destination
 from fxoffload.checkpoints.errors import CheckpointError, DestinationError, DiskFullError, LayoutError
 from fxoffload.checkpoints.families import FORMS, Form
@@ -17,7 +19,6 @@ from fxoffload.checkpoints.folder_name import about
 from fxoffload.checkpoints.index import INDEX_NAME, check_unchanged, open_checkpoint
 from fxoffload.checkpoints.layouts import LAYOUTS, Experts, Layout, Mixed, detect, one_layout
 from fxoffload.checkpoints.notes import output_notes, source_notes
-from fxoffload.checkpoints.open_experts import open_experts
 from fxoffload.checkpoints.plan_conversion import choose_targets, plan_conversion
 from fxoffload.checkpoints.plan_shards import Shard, build_index, plan_extras, plan_shards
 from fxoffload.checkpoints.publish import building
@@ -246,7 +247,4 @@ def _check_workers(workers: int | None) -> int:
 
 
 def _stage(progress: StageProgress | None, stage: str) -> Callable[[int, int], None] | None:
-    if progress is None:
-        return None
-    report = progress
-    return lambda done, total: report(stage, done, total)
+    return None if progress is None else partial(progress, stage)

@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from fxoffload.checkpoints.check_experts import open_experts
 from fxoffload.checkpoints.families import Form
 from fxoffload.checkpoints.header import StoredTensor
 from fxoffload.checkpoints.layouts import Layout, LayoutBlock, Mixed
 from fxoffload.checkpoints.notes import source_notes
-from fxoffload.checkpoints.open_experts import open_experts
 from fxoffload.checkpoints.slices import expert_shape
 
 # Stem, layout, form, experts, shape of gate, dtypes.
@@ -73,7 +73,19 @@ def inspect(folder: str | os.PathLike[str], *, pattern: str | None = None) -> In
         shape = expert_shape(block, "gate", "weight") or ()
         key = (block.stem, block.layout, block.form, block.num_experts, shape, dtypes)
         alike.setdefault(key, []).append(block)
-    towers = tuple(_tower(*key, blocks) for key, blocks in alike.items())
+    towers = tuple(
+        TowerInspection(
+            prefix=stem,
+            layout=layout,
+            form=form,
+            layers=tuple(sorted(block.layer for block in blocks)),
+            num_experts=count,
+            shape=shape,
+            dtypes=dtypes,
+            num_bytes=sum(tensor.num_bytes for block in blocks for tensor in block.all_tensors()),
+        )
+        for (stem, layout, form, count, shape, dtypes), blocks in alike.items()
+    )
     return Inspection(
         str(checkpoint.folder),
         experts.family.name,
@@ -89,20 +101,6 @@ def inspect(folder: str | os.PathLike[str], *, pattern: str | None = None) -> In
         dict(checkpoint.foreign),
         source_notes(experts),
     )
-
-
-def _tower(
-    prefix: str,
-    layout: Layout,
-    form: Form | None,
-    num_experts: int,
-    shape: tuple[int, ...],
-    dtypes: tuple[str, ...],
-    blocks: list[LayoutBlock],
-) -> TowerInspection:
-    num_bytes = sum(tensor.num_bytes for block in blocks for tensor in block.all_tensors())
-    layers = tuple(sorted(block.layer for block in blocks))
-    return TowerInspection(prefix, layout, form, layers, num_experts, shape, dtypes, num_bytes)
 
 
 def _bytes_by_dtype(tensors: Iterable[StoredTensor]) -> dict[str, int]:

@@ -10,12 +10,7 @@ from fxoffload.checkpoints.families import PARAMETERS, PROJECTIONS, Family, Proj
 
 Stored = Literal["gate", "up", "down", "gate_up"]
 
-MERGED_NAMES: dict[str, Stored] = {
-    "gate_up_proj": "gate_up",
-    "gate_proj": "gate",
-    "up_proj": "up",
-    "down_proj": "down",
-}
+MERGED_NAMES: dict[str, Stored] = {"gate_up_proj": "gate_up", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 # One way to write each: experts.03 would come back from another layout as experts.3. Nine digits at most.
 NUMBER = r"(?:0|[1-9][0-9]{0,8})"
 _PARAMETER_OF_SUFFIX = {suffix: parameter for parameter, suffix in PARAMETERS.items()}

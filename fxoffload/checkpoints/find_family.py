@@ -11,14 +11,7 @@ from fxoffload.checkpoints.errors import CheckpointError, UnknownFamilyError, sh
 from fxoffload.checkpoints.families import FAMILIES, Family, Tower
 
 # Where multimodal configs keep their language model, outermost first.
-SECTIONS = (
-    "",
-    "text_config",
-    "thinker_config.text_config",
-    "thinker_config",
-    "language_config",
-    "llm_config",
-)
+SECTIONS = ("", "text_config", "thinker_config.text_config", "thinker_config", "language_config", "llm_config")
 EXAMPLE = "model.layers.{layer}.mlp.experts.{expert}.{gate_proj|up_proj|down_proj}.weight"
 
 

@@ -110,9 +110,7 @@ def _bytes_of(array: np.ndarray) -> memoryview:
 def _view(flat: np.ndarray, where: Slice) -> np.ndarray:
     item = flat.itemsize
     return np.lib.stride_tricks.as_strided(
-        flat[where.offset :],
-        (where.rows, where.columns),
-        (where.row_stride * item, where.column_stride * item),
+        flat[where.offset :], (where.rows, where.columns), (where.row_stride * item, where.column_stride * item)
     )
 
 

@@ -169,14 +169,7 @@ def _plan_block(experts: Experts, block: LayoutBlock, layout: Layout, form: Form
 
 
 def _plan_tensor(
-    block: LayoutBlock,
-    name: str,
-    stored: Stored,
-    parameter: str,
-    form: Form | None,
-    numbers: list[int],
-    *,
-    stack: bool,
+    block: LayoutBlock, name: str, stored: Stored, parameter: str, form: Form | None, numbers: list[int], *, stack: bool
 ) -> OutputTensor:
     """One tensor that holds ``stored`` of the experts ``numbers``."""
     projections: list[Projection] = [p for p in PROJECTIONS if holder("fused", p) == stored or p == stored]
@@ -199,12 +192,7 @@ def _plan_tensor(
 
 
 def _piece(
-    block: LayoutBlock,
-    expert: int,
-    projection: Projection,
-    parameter: str,
-    shape: tuple[int, ...],
-    form: Form | None,
+    block: LayoutBlock, expert: int, projection: Projection, parameter: str, shape: tuple[int, ...], form: Form | None
 ) -> ConversionPiece:
     """Where one projection of one expert is in the source, and where it goes in the expert's part of the output."""
     tensor, start, num_bytes = source_part(block, expert, holder(block.layout, projection), parameter)

@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.fx as fx
 
+from fxoffload.analysis.argument_key import argument_key
 from fxoffload.analysis.segmentation import Segment
 from fxoffload.torch_private.storages import storage_key
 from fxoffload.torch_private.symbolic_sizes import hint
@@ -34,15 +35,14 @@ class Alike(Generic[T]):
 
 
 def _signature(segment: Segment, marked: Collection[str]) -> Hashable:
-    number = {n: i for i, n in enumerate((*segment.inputs, *segment.nodes))}
+    number: dict[fx.Node, Hashable] = {n: i for i, n in enumerate((*segment.inputs, *segment.nodes))}
     inside = set(segment.nodes)
     places: dict[int, int] = {}
     values = tuple((_shape(n), _storage(n, places), n.name in marked) for n in segment.inputs)
     ops = tuple(
         (
             n.target,
-            _argument(n.args, number),
-            _argument(n.kwargs, number),
+            argument_key((n.args, n.kwargs), lambda value: number.get(value, value.name)),
             _shape(n),
             n.name in marked,
             # Who reads it outside decides whether it is written at all.
@@ -74,19 +74,3 @@ def _value(value: Any) -> Hashable:
     if isinstance(value, torch.SymInt):
         return ("size", hint(value))
     return str(type(value))
-
-
-def _argument(value: Any, number: dict[fx.Node, int]) -> Hashable:
-    if isinstance(value, fx.Node):
-        return ("node", number.get(value, value.name))
-    if isinstance(value, (tuple, list)):
-        return tuple(_argument(v, number) for v in value)
-    if isinstance(value, dict):
-        return tuple((k, _argument(v, number)) for k, v in value.items())
-    if isinstance(value, slice):
-        return ("slice", str(value))
-    if isinstance(value, (int, float, str, bool, type(None), torch.dtype, torch.device)):
-        return (type(value).__name__, value)
-    if isinstance(value, torch.SymInt):
-        return ("size", hint(value))
-    return str(value)

@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 
 from fxoffload.compiler.offload_candidates import offload_candidates_of, rank_offload_candidates
-from fxoffload.compiler.pipeline import BACKWARD, FIND, FORWARD, PROOFS, BackwardState, ForwardState
+from fxoffload.compiler.pipeline import BACKWARD, FIND, FORWARD, BackwardState, ForwardState, without_proofs
 from fxoffload.compiler.segments import SegmentCompiler
 from fxoffload.errors import PassError
 from fxoffload.options import Options
@@ -29,7 +29,6 @@ class BuiltForward:
     """A forward that is compiled.
 
     Attributes:
-        program: to be run.
         offload_candidates: the program's data about each storage; ranked when the backward is built.
         order: for each of them, its place among the candidates.
     """
@@ -43,7 +42,6 @@ class Builder:
     """Builds the graphs of one call of the backend.
 
     Args:
-        options: validated options.
         disabled: pieces that are switched off, by option or environment.
         device: the device that values leave and return to.
     """
@@ -72,10 +70,8 @@ class Builder:
         """Whether segments may overwrite values that they are the last to read."""
         return self.options.inner == "inductor" and "donation" not in self.disabled
 
-    def _enabled(self, steps: Sequence[PassEntry[Any]]) -> tuple[PassEntry[Any], ...]:
-        if "verify" not in self.disabled:
-            return tuple(steps)
-        return without(steps, *(s.name for s in steps if s.name in PROOFS))
+    def _enabled(self, steps: tuple[PassEntry[Any], ...]) -> tuple[PassEntry[Any], ...]:
+        return without_proofs(steps) if "verify" in self.disabled else steps
 
     def _compile_segments(self, state: ForwardState | BackwardState, kwargs: GraphKwargs) -> None:
         segments = state.segmentation.segments
@@ -128,7 +124,6 @@ class Builder:
         """Compile a backward, and wait for the kernels of both graphs.
 
         Args:
-            gm: the partitioned graph.
             forward: of its forward.
             offload_candidates: of its forward; they are ranked.
             donatable: placeholders that belong to one backward alone.

@@ -23,9 +23,7 @@ class CallChoice:
     own plan, its policy. What the user asks for at run time outweighs all of them.
 
     Attributes:
-        graph: the compiled graph.
         tracked: its place in steps over several graphs.
-        variants: of it.
         order: of the forward's candidates, as positions in the choice.
         by_size: schedules calls of other sizes than the planned ones; None where sizes are fixed.
         replan: measures calls that follow the graph's own plan; None: nothing does.

@@ -56,7 +56,6 @@ def retainable(run: Callable[[list[Any]], Any], overwritten: Collection[int]) ->
     ``retain_graph=True`` for that, depending on what a plan did to the graph: it overwrites copies instead.
 
     Args:
-        run: the backward.
         overwritten: positions of arguments that it may overwrite.
     """
 

@@ -34,10 +34,7 @@ class ChainSettings:
     """The settings that the graphs of one chain have to share.
 
     Attributes:
-        objective: of the plan.
-        budgets: of the options.
         profile: name of the profile, None for the device's.
-        device: of the graphs.
         calibrates: whether the plan is remade with measured times.
         paces: whether forwards may be paced (``fxoffload.planner.pacing``).
         records: whether the allocator may be asked to record its events.
@@ -54,14 +51,7 @@ class ChainSettings:
 
 @dataclass(frozen=True)
 class SizedGraph:
-    """A graph whose sizes vary from call to call.
-
-    Attributes:
-        sizes: that vary.
-        forward: as compiled.
-        backward: as compiled.
-        offload_candidates: of the forward.
-    """
+    """A graph whose sizes vary from call to call."""
 
     sizes: BatchSizes
     forward: ForwardState
@@ -79,7 +69,6 @@ class GraphDescription:
     """The data that the plan of a chain has about one of its graphs.
 
     Attributes:
-        graph: as compiled.
         step: of one forward and backward of it.
         rates: that its times were estimated with.
         settings: that the graphs of its chain share.

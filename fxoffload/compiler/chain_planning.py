@@ -143,24 +143,24 @@ class ChainPlanning:
         if self._paces:
             self.rates = rates_with_pace(self.rates, self.forward_ms)
         self.host_bytes = engine_for(settings.device).host_budget_bytes(settings.budgets)
-        self.ways = self._ways(descriptions, seen.edge_memory, written)
-        self.choice = self.compiled = self.ways.as_compiled()
+        self.chain_search = self._chain_search(descriptions, seen.edge_memory, written)
+        self.choice = self.compiled = self.chain_search.as_compiled()
         self.extra_memory = NO_EXTRA_MEMORY
-        is_checkpointed = any(c.is_checkpointed for c in self.ways.calls)
+        is_checkpointed = any(c.is_checkpointed for c in self.chain_search.calls)
         if seen.live_bytes:
             self.extra_memory = self._extra_memory(seen, written)
-        self.ways.extra_memory = self.extra_memory = self.with_margin(self.extra_memory)
-        self.ways.gap_ms = self._gap_ms(seen)
-        self.choice = self.compiled = self.ways.as_compiled()
+        self.chain_search.extra_memory = self.extra_memory = self.with_margin(self.extra_memory)
+        self.chain_search.gap_ms = self._gap_ms(seen)
+        self.choice = self.compiled = self.chain_search.as_compiled()
         self.others: list[ChainChoice] = []
         self.plain = self.compiled
         self.checkpointing: Simulation | None = None
         if is_checkpointed:
-            self.plain = self.ways.plain()
-            self.checkpointing = self.ways.checkpointing()
+            self.plain = self.chain_search.plain()
+            self.checkpointing = self.chain_search.checkpointing()
             self.objective = self.objective.at_checkpointing(self.checkpointing.peak_bytes + around_bytes(self.device))
-        self.baseline: Simulation = self.ways.baseline(self.plain)
-        self.is_plain_compiled = not is_checkpointed and all(c.plain is None for c in self.ways.calls)
+        self.baseline: Simulation = self.chain_search.baseline(self.plain)
+        self.is_plain_compiled = not is_checkpointed and all(c.plain is None for c in self.chain_search.calls)
         self.numbers = [0] * len(descriptions)
         self.summary = ""
         self._least: dict[int, tuple[ChainChoice, Schedule]] = {}  # by the choice's id, which it keeps alive
@@ -205,7 +205,7 @@ class ChainPlanning:
         """The chain that is scheduled."""
         return self.choice.chain
 
-    def _ways(
+    def _chain_search(
         self,
         descriptions: Sequence[GraphDescription],
         edge_memory: Sequence[EdgeMemory],
@@ -247,7 +247,7 @@ class ChainPlanning:
         def at(step: Seen) -> tuple[int, ExtraMemory]:
             ran = self.compiled
             if step.sizes != self.sizes:
-                ran = self._ways(
+                ran = self._chain_search(
                     descriptions_at(self.descriptions, step.sizes), step.edge_memory, written
                 ).as_compiled()
             return step.volume, self._seen_extra_memory(ran, step)
@@ -293,7 +293,7 @@ class ChainPlanning:
         """
         if self.limit_bytes is None:
             aim = ChainObjective(max_ms=self.objective.most_ms(self.baseline.step_ms))
-            self._quick = self.ways.as_compiled(aim)
+            self._quick = self.chain_search.as_compiled(aim)
             return self._quick.schedule
         return self.compiled.scheduler.least_time(self.limit_bytes)
 
@@ -347,12 +347,12 @@ class ChainPlanning:
         taken where others are hardly better: variants have to be compiled."""
         # A longer search takes most of a plan's time. Where sizes vary there are many plans, made while steps run.
         first = replace(aim, refines=not self.sizes)
-        self.compiled = self.ways.as_compiled(first) if self._quick is None else self._quick
+        self.compiled = self.chain_search.as_compiled(first) if self._quick is None else self._quick
         mine = self.compiled.schedule
         self.choice = self.compiled
         if mine is not None and aim.limit_bytes is not None and not self._is_slow(mine):
             return mine
-        self.others = self.ways.search(first)
+        self.others = self.chain_search.search(first)
         for choice in self.others:
             if aim.key(choice) < aim.key(self.choice):
                 self.choice = choice
@@ -499,7 +499,7 @@ class ChainPlanning:
 
     def run_instead(self, variants: CallVariants, summary: str) -> None:
         """Calls run other variants that are compiled."""
-        self.choice = self.ways.with_variants(variants)
+        self.choice = self.chain_search.with_variants(variants)
         pairs = zip(self.descriptions, variants, strict=True)
         self.numbers = [
             d.variant_maker.add(v) if d.variant_maker is not None and v is not None else 0 for d, v in pairs
@@ -516,9 +516,9 @@ class ChainPlanning:
         found = self.checkpointing
         if found is None:
             return f"{self._over}, {self.summary}"
-        ran = zip(self.ways.calls, self.choice.variants, strict=True)
+        ran = zip(self.chain_search.calls, self.choice.variants, strict=True)
         is_obeyed = all(variant is None for call, variant in ran if call.is_checkpointed)
-        is_obeyed = is_obeyed and not any(call.checkpointed for call in self.ways.calls)
+        is_obeyed = is_obeyed and not any(call.checkpointed for call in self.chain_search.calls)
         instead = "with the recomputation of" if is_obeyed else "in place of"
         costs = f"{format_bytes(found.peak_bytes + around_bytes(self.device))} in {found.step_ms:.3g} ms"
         return f"{self._over}, {self.summary}; {instead} activation checkpointing ({costs})"

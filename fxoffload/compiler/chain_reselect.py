@@ -66,15 +66,14 @@ def reselect_variants(
         found: measurements of that chain.
         rates: of the machine, with the link as it was found.
         aim: of the plan, in measured time.
-        host_bytes: most bytes on the host.
     """
-    ways = MeasuredRecompute(planning, found, rates, host_bytes)
-    choices = [c for c in ways.search(aim) if c.schedule is not None]
+    search = MeasuredRecompute(planning, found, rates, host_bytes)
+    choices = [c for c in search.search(aim) if c.schedule is not None]
     choices = sorted(choices, key=aim.key)[:_FINISHED]
-    now = ways.with_variants(planning.choice.variants)
+    now = search.with_variants(planning.choice.variants)
     # Without the turn they may look better or worse than they are, so these two are always among them.
-    every = {choice.variants: choice for choice in (*choices, ways.as_compiled(), now)}
-    finished = {v: aim.schedule(ways.scheduler_with_turn(choice)) for v, choice in every.items()}
+    every = {choice.variants: choice for choice in (*choices, search.as_compiled(), now)}
+    finished = {v: aim.schedule(search.scheduler_with_turn(choice)) for v, choice in every.items()}
     scheduled = {v: schedule for v, schedule in finished.items() if schedule is not None}
     if not scheduled:
         return None
@@ -90,19 +89,19 @@ class MeasuredRecompute(ChainSearch):
     def __init__(
         self, planning: ChainPlanning, found: MeasuredChain, rates: ProfileRates, host_bytes: int | None
     ) -> None:
-        ways, choice = planning.ways, planning.choice
-        graphs = [id(call.step) for call in ways.calls]  # calls of one graph share its step
+        search, choice = planning.chain_search, planning.choice
+        graphs = [id(call.step) for call in search.calls]  # calls of one graph share its step
         ran = measured_calls(choice.steps, list(zip(graphs, choice.variants, strict=True)), found)
         self._ratios = ratios_of(choice.chain, found.ms)
         self._ran = ran
         compiled = {
             graph: ran.get((graph, None)) or scaled(call.step, self._ratios)
-            for graph, call in zip(graphs, ways.calls, strict=True)
+            for graph, call in zip(graphs, search.calls, strict=True)
         }
         self._graph_of = {id(step): graph for graph, step in compiled.items()}
-        self._estimates = {id(compiled[id(call.step)]): call.step for call in ways.calls}
-        calls = [replace(call, step=compiled[graph]) for graph, call in zip(graphs, ways.calls, strict=True)]
-        super().__init__(calls, ways.edge_memory, planning.scheduler_for(rates, host_bytes), rates, host_bytes)
+        self._estimates = {id(compiled[id(call.step)]): call.step for call in search.calls}
+        calls = [replace(call, step=compiled[graph]) for graph, call in zip(graphs, search.calls, strict=True)]
+        super().__init__(calls, search.edge_memory, planning.scheduler_for(rates, host_bytes), rates, host_bytes)
         self._gaps = _between(found.ms)
         self.extra_memory = found.extra_memory
 

@@ -28,8 +28,6 @@ class Choices:
     Args:
         joint: labelled, not tagged.
         base: the partitioning without tags.
-        rates: of the machine.
-        host_bytes: most bytes on the host.
     """
 
     def __init__(

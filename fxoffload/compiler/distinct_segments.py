@@ -55,13 +55,7 @@ class DistinctSegment:
 
 
 def distinct_segments(forward: ForwardState, backward: BackwardState, step: TrainingStep) -> list[DistinctSegment]:
-    """Segments of different code in two compiled graphs, those that take longest in all first.
-
-    Args:
-        forward: compiled.
-        backward: compiled.
-        step: estimates.
-    """
+    """Segments of different code in two compiled graphs, those that take longest in all first."""
     found: dict[int, DistinctSegment] = {}
     graphs: Sequence[tuple[Phase, ForwardState | BackwardState, Sequence[SegmentStep], Collection[str]]] = (
         ("forward", forward, step.forward, frozenset()),

@@ -61,11 +61,8 @@ def describe_plan(
     """The plan to show.
 
     Args:
-        partitioning: the one that is compiled.
         schedule: what moves when; None: nothing is done.
         base: plain Inductor's partitioning, where ``partitioning`` is another.
-        baseline: plain Inductor's step.
-        simulation: the plan's step.
     """
     assert partitioning.step is not None
     return Plan(
@@ -141,10 +138,7 @@ def checkpointed_decisions(plain: Partitioning, checkpointed: Partitioning) -> I
 
 
 def recomputed_rows(
-    base: Iterable[Candidate],
-    saved: Collection[str],
-    label_of: Callable[[Sequence[fx.Node]], str],
-    reason: str,
+    base: Iterable[Candidate], saved: Collection[str], label_of: Callable[[Sequence[fx.Node]], str], reason: str
 ) -> Iterable[ExplainRow]:
     """Values that plain Inductor would save (``base``) and whose names are not in ``saved``. Inputs are there."""
     for candidate in base:

@@ -38,9 +38,6 @@ class PlannedGraph:
     """A graph and its plan.
 
     Attributes:
-        graph: as compiled.
-        box: where the plan is shown.
-        objective: of the plan.
         order: positions in the step's candidates of the graph's candidates.
         least: the choice until a correction is there.
         ignored: choices that are not judged: that of the step in which kernels are tuned. It may still be added.
@@ -62,9 +59,6 @@ class GraphBudget:
     """See ``fxoffload.runtime.tracker.budget_loop.BudgetControl``.
 
     Args:
-        planned: the graph.
-        scheduler: of its step.
-        schedule: that it follows.
         in_background: whether to plan on a thread of its own.
 
     Attributes:

@@ -42,7 +42,6 @@ def parameters_in_joint(gm: fx.GraphModule, inputs: GraphInputs | None, told: Co
     """Positions, among the inputs of a joint graph, of parameters and buffers. Names the others for ``ValueNames``.
 
     Args:
-        gm: the joint graph.
         inputs: of the graph that it was made of; None: not known.
         told: positions that AOTAutograd says; they count where the joint graph does not tell the kind of its inputs.
     """

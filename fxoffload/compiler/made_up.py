@@ -139,23 +139,15 @@ class MadeUp:
 
     Args:
         inputs: values that ``nodes`` take from outside.
-        nodes: that read them.
         device: tensors elsewhere are on the CPU.
         dying: positions of inputs that die in the call.
-
-    Attributes:
-        nbytes: of all inputs together.
 
     Raises:
         NotMadeUpError: for some input there is nothing to make up.
     """
 
     def __init__(
-        self,
-        inputs: Sequence[fx.Node],
-        nodes: Sequence[fx.Node],
-        device: torch.device,
-        dying: Collection[int] = (),
+        self, inputs: Sequence[fx.Node], nodes: Sequence[fx.Node], device: torch.device, dying: Collection[int] = ()
     ) -> None:
         self._inputs = tuple(inputs)
         self._inside = frozenset(nodes)

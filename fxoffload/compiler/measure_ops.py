@@ -15,7 +15,7 @@ import torch.fx as fx
 
 from fxoffload.analysis.estimate_costs import Rates, estimate_segment
 from fxoffload.analysis.hidden_memory import hidden_bytes
-from fxoffload.analysis.op_costs import call_of, distinct_bytes, node_kind, op_name
+from fxoffload.analysis.op_costs import call_of, distinct_bytes, kwargs_of, node_kind, op_name
 from fxoffload.analysis.op_key import op_key
 from fxoffload.compiler.made_up import MadeUp, NotMadeUpError, why_not
 from fxoffload.compiler.measuring import FOR_SEGMENTS_S, NO_ROOM, NO_TIME, Allowance, note_estimated, reason_of
@@ -40,8 +40,6 @@ def measure_ops(joint: fx.GraphModule, identity: Identity, rates: Rates, meter: 
         joint: is left as it is.
         identity: of the device, under which times are kept.
         rates: what takes longest by these is measured first.
-        meter: measures.
-        allowance: is spent.
     """
     nodes, reasons = _heavy(joint, rates, meter.least_ms)
     for reason in reasons:
@@ -103,22 +101,15 @@ def _measure(node: fx.Node, estimated_ms: float, meter: Meter, allowance: Allowa
     return ms
 
 
-def _arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Of the operator itself, without those of a wrapper that saves or sets the random state."""
-    target, args = call_of(node)
-    is_wrapped = target is not node.target
-    return tuple(args), {k: v for k, v in node.kwargs.items() if not (is_wrapped and k == "rng_state")}
-
-
 def _inputs_of(node: fx.Node) -> list[fx.Node]:
     found: dict[fx.Node, None] = {}
-    fx.map_arg(_arguments(node), lambda n: found.setdefault(n))
+    fx.map_arg((call_of(node)[1], kwargs_of(node)), found.setdefault)
     return list(found)
 
 
 def _work(node: fx.Node, values: Mapping[fx.Node, Any]) -> Work:
-    target, _ = call_of(node)
-    args, kwargs = fx.map_arg(_arguments(node), lambda n: values[n])
+    target, args = call_of(node)
+    args, kwargs = fx.map_arg((args, kwargs_of(node)), lambda n: values[n])
     return lambda: target(*args, **kwargs)
 
 

@@ -47,11 +47,7 @@ def measure_segments(
     """Run the segments of two compiled graphs. Those that cannot run are counted; None where none could.
 
     Args:
-        forward: compiled.
-        backward: compiled.
         step: the estimate, by which the longest come first.
-        meter: measures.
-        allowance: is spent.
     """
     wanted = distinct_segments(forward, backward, step)
     if reason := meter.why_not() or (allowance.left_s <= meter.warm_up_s and NO_TIME):

@@ -32,7 +32,6 @@ class Allowance:
 
     Args:
         seconds: at most.
-        now: a clock in seconds.
     """
 
     def __init__(self, seconds: float = LONGEST_S, now: Callable[[], float] = time.perf_counter) -> None:

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.fx as fx
 
 from fxoffload.analysis.estimate_costs import Rates, estimate_segment
-from fxoffload.analysis.estimate_memory import EstimateMemory, dying_inputs
+from fxoffload.analysis.estimate_memory import dying_inputs, segment_temp_bytes
 from fxoffload.analysis.segmentation import Donations, Segmentation
 from fxoffload.analysis.values import Storages
 from fxoffload.compiler.alike import Alike
 from fxoffload.compiler.offload_candidates import offload_candidates_of, rank_offload_candidates
-from fxoffload.compiler.pipeline import BACKWARD, FIND, FORWARD, PROOFS, BackwardState, ForwardState
-from fxoffload.passes.runner import run_passes, without
+from fxoffload.compiler.pipeline import BACKWARD, FIND, FORWARD, BackwardState, ForwardState, without_proofs
+from fxoffload.passes.runner import run_passes
 from fxoffload.passes.tag_recompute import TagRecompute
 from fxoffload.planner.steps import TrainingStep, from_graphs
 from fxoffload.runtime import background
@@ -32,12 +33,7 @@ Partition = Callable[[fx.GraphModule], tuple[fx.GraphModule, fx.GraphModule]]
 
 
 class SegmentEstimates:
-    """Estimates of segments, by their code: partitionings of one graph have most segments in common.
-
-    Attributes:
-        ms: times.
-        temp_bytes: working sets.
-    """
+    """Estimates of segments, by their code: partitionings of one graph have most segments in common."""
 
     def __init__(self) -> None:
         self.ms: Alike[float] = Alike()
@@ -126,7 +122,7 @@ def describe(forward: fx.GraphModule, backward: fx.GraphModule, settings: Partit
     run_passes(FIND, down, "partitioning forward")
     if not down.saved.candidates:
         return Partitioning(forward, backward, down, None, None)
-    run_passes(without(FORWARD, *(s.name for s in FORWARD if s.name in PROOFS)), down, "partitioning forward")
+    run_passes(without_proofs(FORWARD), down, "partitioning forward")
     copied = copy_graph(backward)
     # The inputs that AOTAutograd will let the backward overwrite, as far as that can be told before it says so.
     own = own_values(down) if settings.donates else frozenset()
@@ -137,8 +133,7 @@ def describe(forward: fx.GraphModule, backward: fx.GraphModule, settings: Partit
         donatable=frozenset(n for n in copied.graph.find_nodes(op="placeholder") if n.name in own),
         device=settings.device,
     )
-    skipped = [s.name for s in BACKWARD if s.name in PROOFS]
-    run_passes(without(BACKWARD, *skipped), up, "partitioning backward")
+    run_passes(without_proofs(BACKWARD), up, "partitioning backward")
     _, offload_candidates = offload_candidates_of(down)
     rank_offload_candidates(offload_candidates, down.saved.candidates, up)
     step = step_of(down, up, offload_candidates, settings.rates, settings.estimates)
@@ -194,13 +189,8 @@ def _temp_bytes(
     dying = dying_inputs(gm, segmentation, owned)
     found = {}
     for segment in segmentation.segments:
-        donated = donations.get(segment.name, ())
-        one = EstimateMemory(
-            Segmentation((segment,)),
-            dying={segment.name: dying.get(segment.name, frozenset())},
-            donations={segment.name: donated},
-        )
-        marked = {*dying.get(segment.name, ()), *(n.name for n in segment.outputs)}
-        about = tuple(donated)
-        found[segment.name] = alike.get(segment, lambda one=one, s=segment: one(gm)[s.name], marked=marked, also=about)
+        dies, donated = dying.get(segment.name, frozenset()), tuple(donations.get(segment.name, ()))
+        marked = {*dies, *(n.name for n in segment.outputs)}
+        work_out = partial(segment_temp_bytes, segment, dies, donated)
+        found[segment.name] = alike.get(segment, work_out, marked=marked, also=donated)
     return found

@@ -20,7 +20,7 @@ from fxoffload.passes.find_candidates import FindCandidates, SavedValues
 from fxoffload.passes.find_turn import FindTurn, Turn
 from fxoffload.passes.insert_transfers import InsertOffloads, InsertReloads
 from fxoffload.passes.rematerialize import Rematerialize
-from fxoffload.passes.runner import PassEntry
+from fxoffload.passes.runner import PassEntry, State
 from fxoffload.passes.settle_nodes import SettleNodes
 from fxoffload.passes.verify_pairing import VerifyPairing
 from fxoffload.passes.verify_transfers import VerifyTransfers
@@ -100,10 +100,7 @@ FIND: tuple[PassEntry[ForwardState], ...] = (
     PassEntry(
         "find_candidates",
         lambda s: FindCandidates(
-            num_user_outputs=s.num_user_outputs,
-            static_inputs=s.static_inputs,
-            min_bytes=s.min_bytes,
-            device=s.device,
+            num_user_outputs=s.num_user_outputs, static_inputs=s.static_inputs, min_bytes=s.min_bytes, device=s.device
         ),
         "saved",
         ("num_user_outputs", "static_inputs", "min_bytes", "device"),
@@ -161,10 +158,7 @@ BACKWARD: tuple[PassEntry[BackwardState], ...] = (
         ("segmentation", "donatable"),
     ),
     PassEntry(
-        "make_calls",
-        lambda s: _make_calls(s.segmentation, s.donations),
-        "modules",
-        ("segmentation", "donations"),
+        "make_calls", lambda s: _make_calls(s.segmentation, s.donations), "modules", ("segmentation", "donations")
     ),
     PassEntry(
         "insert_reloads",
@@ -188,3 +182,8 @@ BACKWARD: tuple[PassEntry[BackwardState], ...] = (
 
 # The passes that the piece "verify" switches off.
 PROOFS = ("verify_wiring", "verify_transfers", "verify_pairing")
+
+
+def without_proofs(entries: tuple[PassEntry[State], ...]) -> tuple[PassEntry[State], ...]:
+    """A pipeline less its proofs."""
+    return tuple(e for e in entries if e.name not in PROOFS)

@@ -56,9 +56,7 @@ class GraphPlanning:
         partitioning: the one to compile.
         schedule: what moves when; None: nothing is done, and the partitioning is plain Inductor's.
         scheduler: to reschedule the same step when its times are known better.
-        base: plain Inductor's partitioning.
         first: what moves when in the first step, which tunes kernels and needs room for that; None: as in every step.
-        plan: to be shown.
         objective: that the plan was made for.
         checkpointed: the partitioning under the model's own activation checkpointing, which the plan replaces; None:
             there is none, or it is obeyed.
@@ -82,9 +80,6 @@ class Planning:
     Args:
         joint: labelled; of tags, those that are to be obeyed. It is left as it is.
         partition: partitions (a copy of) it.
-        settings: of the partitionings.
-        rates: of the machine.
-        objective: that the user asked for.
         recompute: "auto", or the level to plan with.
         scheduling: keyword arguments of every ``Scheduler``.
         num_points: of the plan's frontier, two or more: the smallest budget, plain Inductor's peak, and some between.
@@ -300,7 +295,7 @@ class Planning:
                 warn(
                     f"the activation_budget of {format_bytes(self.objective.budget_bytes)} costs a predicted slowdown "
                     f"of {100 * slowdown:.1f} %, above max_slowdown ({100 * bound:.3g} %); the budget wins. Raise the "
-                    "budget, or allow the slowdown",
+                    "budget, or allow the slowdown"
                 )
         gain = gain_of(found, baseline)
         if self.limit_bytes is not None and found.peak_bytes > self.limit_bytes:
@@ -386,7 +381,6 @@ def schedule_of_first_step(scheduler: Scheduler, limit_bytes: int) -> Schedule:
 
     Args:
         scheduler: of a step whose outputs are let go of.
-        limit_bytes: what tuning leaves.
     """
     held = scheduler.with_step(scheduler.step.with_outputs_held(), scheduler.host_bytes)
     return held.least_time(limit_bytes) or scheduler.least_time(limit_bytes) or scheduler.smallest()

@@ -80,8 +80,6 @@ class RecomputeSearch:
     """Finds recompute choices and schedules for one joint graph. Each choice is partitioned once.
 
     Args:
-        partitioning: makes a choice's partitioning.
-        scheduler: makes a partitioning's scheduler.
         base: plain Inductor's partitioning, with a step.
         level: "default": no other choice; another level: that one alone. None: the solver chooses.
         choices: of the solver; not asked for under a level.
@@ -212,9 +210,6 @@ class RecomputeSearch:
     def as_fast(self, most_ms: float, baseline: Simulation) -> list[Try]:
         """Choices with their schedules of the least peak that take at most ``most_ms``; the one that ``within`` finds
         for the least of these peaks, if that takes no longer either.
-
-        Args:
-            baseline: plain Inductor's step.
         """
 
         def aim(scheduler: Scheduler) -> Schedule | None:
@@ -259,11 +254,7 @@ class RecomputeSearch:
         yield found or Try(*self._known("default"), schedule=None)
 
     def _try_new(
-        self,
-        choices: Choices,
-        solution: Solution,
-        aim: Callable[[Scheduler], Schedule | None],
-        seen: set[Hashable],
+        self, choices: Choices, solution: Solution, aim: Callable[[Scheduler], Schedule | None], seen: set[Hashable]
     ) -> Try | None:
         """None if it was tried before, or saves nothing that may move."""
         if solution.variants in seen:

@@ -42,10 +42,7 @@ class SizedPlan:
     """A plan, asked for other sizes.
 
     Attributes:
-        sizes: that vary.
         planned: for the sizes that were compiled for.
-        settings: of its partitionings.
-        objective: of the plan.
         limit_bytes: the budget as the scheduler has it, at the planned sizes; None without one.
     """
 
@@ -193,5 +190,5 @@ class ScheduleBySize:
         warn(
             f"a call of sizes {sizes} takes {format_bytes(peak)} whatever is offloaded, more "
             f"than the activation_budget of {format_bytes(limit)}; it runs with the least memory. Make the batch "
-            "smaller, or raise the budget",
+            "smaller, or raise the budget"
         )

@@ -36,10 +36,8 @@ class SegmentCall(torch.nn.Module):
     """A segment in an outer graph: a module whose ``fn`` takes a list of inputs, which it clears.
 
     Attributes:
-        layer: the layer label, or "".
         mutates: positions of inputs that the segment writes in place.
         donates: positions of inputs whose memory it may reuse.
-        num_ops: ops before compilation.
         ops: how often each op is among them, by name.
     """
 
@@ -94,7 +92,6 @@ class SegmentCompiler:
     One instance belongs to one call of the backend and so to one ``ShapeEnv`` (see ``structural_key``).
 
     Args:
-        inner: "inductor" or "aot_eager".
         reuse: whether identical segments share code.
         together: whether to wait for the kernels of all segments together, in ``pending.finish``.
     """

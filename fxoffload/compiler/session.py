@@ -169,11 +169,9 @@ class CompileSession:
     """State of one call of the backend.
 
     Args:
-        options: validated options.
         disabled: pieces that are switched off, by option or environment.
         device: the device that values leave and return to.
         inputs: of the graph that is compiled; None: what AOTAutograd says of them.
-        num_points: of a plan's frontier.
     """
 
     def __init__(
@@ -795,8 +793,7 @@ class CompileSession:
         except Exception as error:
             graph.planned, self._settled = before
             tell.warn(
-                "fxoffload could not plan with measured segments and goes on with its plan as it is: "
-                f"{in_brief(error)}",
+                f"fxoffload could not plan with measured segments and goes on with its plan as it is: {in_brief(error)}"
             )
 
     def _refuse_what_was_measured(self, scheduler: Scheduler) -> None:
@@ -842,5 +839,5 @@ class CompileSession:
         counters.add("num_fallbacks")
         tell.warn(
             "fxoffload could not handle a graph and compiles it as plain Inductor (on_error='fallback'): "
-            f"{in_brief(error)}",
+            f"{in_brief(error)}"
         )

@@ -82,7 +82,6 @@ def largest_served(
 
     Args:
         sizes: those that were planned for are served.
-        graph_bytes: the measure.
         serves: whether the plan serves calls of some sizes; if not, then none that are larger.
         may_be_fixed: whether the range may hold the planned sizes alone.
     """
@@ -105,7 +104,6 @@ class Range:
 
     Attributes:
         key: of the code, the same for all its variants.
-        graph_bytes: of the joint graph.
         planned_bytes: the size that is compiled for.
         end: the largest size; None: it serves all larger calls.
     """

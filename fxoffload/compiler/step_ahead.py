@@ -109,7 +109,7 @@ class _Planning(ChainPlanning):
         # No value of a graph that plain Inductor compiles can move.
         names = [n for g, names in zip(calls, self.chain.candidates, strict=True) if g.is_plain for n in names]
         self._stays = {name: False for name in names if name is not None}
-        self.choice = self.compiled = self.ways.as_compiled()
+        self.choice = self.compiled = self.chain_search.as_compiled()
 
     def warn(self, kind: str, text: str) -> None:
         """Keep the text: no step follows this plan yet."""

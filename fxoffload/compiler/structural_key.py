@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.fx as fx
 
-from fxoffload.torch_private.pytree import tree_flatten
+from fxoffload.analysis.argument_key import Same, argument_key
 
 
 def structural_key(gm: fx.GraphModule, donated: Sequence[int]) -> tuple[Any, ...]:
@@ -27,44 +28,11 @@ def structural_key(gm: fx.GraphModule, donated: Sequence[int]) -> tuple[Any, ...
         elif node.op == "get_attr":
             rows.append(("attr", _attribute_key(gm, str(node.target))))
         elif node.op == "output":
-            rows.append(("out", _arguments(node, number), _layouts(node)))
+            rows.append(("out", argument_key(node.args, number.__getitem__), _layouts(node)))
         else:
-            rows.append((node.target, _arguments(node, number), _layout(node.meta.get("val"))))
+            arguments = argument_key((node.args, node.kwargs), number.__getitem__)
+            rows.append((node.target, arguments, _layout(node.meta.get("val"))))
     return (tuple(donated), *rows)
-
-
-def _arguments(node: fx.Node, number: dict[fx.Node, int]) -> tuple[Any, ...]:
-    leaves, spec = tree_flatten((node.args, node.kwargs))
-    return (str(spec), *(_leaf(x, number) for x in leaves))
-
-
-def _leaf(value: Any, number: dict[fx.Node, int]) -> Any:
-    if isinstance(value, fx.Node):
-        return ("node", number[value])
-    if isinstance(value, float):
-        return ("float", value.hex())  # tells 0.0 from -0.0, and nan equals itself
-    if isinstance(value, (bool, int, str, type(None))):
-        return (type(value).__name__, value)
-    if isinstance(value, (torch.dtype, torch.device, torch.layout, torch.memory_format, slice)):
-        return ("torch", str(value))
-    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return ("sym", str(value.node.expr))
-    return ("object", _Same(value))
-
-
-class _Same:
-    """Compares by identity and keeps the object alive, so that its address is not reused."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: object) -> None:
-        self.value = value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
 
 
 def _layout(value: Any) -> Any:
@@ -88,9 +56,5 @@ def _layouts(node: fx.Node) -> tuple[Any, ...]:
 
 
 def _attribute_key(gm: fx.GraphModule, path: str) -> Any:
-    value: Any = gm
-    for part in path.split("."):
-        value = getattr(value, part)
-    if isinstance(value, fx.GraphModule):
-        return structural_key(value, ())
-    return _Same(value)
+    value: Any = operator.attrgetter(path)(gm)
+    return structural_key(value, ()) if isinstance(value, fx.GraphModule) else Same(value)

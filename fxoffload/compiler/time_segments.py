@@ -34,7 +34,6 @@ def time_segments(ran: Sequence[DistinctSegment], meter: Meter, allowance: Allow
 
     Args:
         ran: segments whose kernels are tuned.
-        meter: measures.
         allowance: is spent, where ``Allowance.spending`` is on.
     """
     if found := _in_rounds(ran, meter, allowance):

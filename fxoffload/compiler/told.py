@@ -36,7 +36,7 @@ def irregular_steps(budget_bytes: int) -> None:
     tell.warn(
         "expected steps that run the same compiled graphs forward and backward in the same order, to plan for an "
         f"activation_budget of {format_bytes(budget_bytes)}; found steps that change too often. They run "
-        "without a plan for all of their graphs, and the budget is not checked",
+        "without a plan for all of their graphs, and the budget is not checked"
     )
 
 
@@ -46,7 +46,7 @@ def no_common_plan(budget_bytes: int | None, reason: str) -> None:
         tell.warn(
             "expected graphs that can be planned together, for an activation_budget of "
             f"{format_bytes(budget_bytes)}; found one that cannot: {reason}. In steps with it all "
-            "that may move is offloaded, and the budget is not checked",
+            "that may move is offloaded, and the budget is not checked"
         )
 
 
@@ -55,7 +55,7 @@ def sizes_depend_on_data(budget_bytes: int) -> None:
     tell.warn(
         f"expected sizes that are known before a step runs, to plan for an activation_budget of "
         f"{format_bytes(budget_bytes)}; found activations whose sizes depend on data (experts "
-        "without a capacity, say). All that may move is offloaded, and the budget is not checked",
+        "without a capacity, say). All that may move is offloaded, and the budget is not checked"
     )
 
 

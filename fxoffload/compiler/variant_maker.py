@@ -70,9 +70,6 @@ class Compiled:
     """The graph that was compiled first.
 
     Attributes:
-        graph: to be shown.
-        forward: of its passes.
-        backward: of its passes.
         forward_kwargs: those that Inductor was given for the forward.
         backward_kwargs: those that Inductor was given for the backward.
     """
@@ -89,7 +86,6 @@ class PlannedVariant:
     """A variant that is not compiled.
 
     Attributes:
-        partitioning: its graphs.
         step: of one forward and backward of it.
         edges: of its graphs, by the positions of the graph that was compiled first.
         saved: values that its forward saves; ``Choice.offload`` has one bool for each candidate.
@@ -114,12 +110,8 @@ class VariantMaker:
     unless ``during_steps`` is set.
 
     Args:
-        source: where variants come from.
-        settings: of the partitionings.
         surroundings: that the graph was compiled in.
-        compiled: the graph itself.
         builder: makes a builder; each variant has its own, so that one that fails leaves no trace in others.
-        variants: takes those that are compiled.
     """
 
     def __init__(

@@ -43,11 +43,10 @@ class PerStep:
         return found
 
 
-class AddsFirst(TrainerCallback):
-    """Stands in front of a Trainer's callbacks; see [Note: Logs and reporters]. ``add``: gets what ``on_log`` gets."""
+class AddsToLogs(TrainerCallback):
+    """Adds its numbers to logs that lack them: for reporters that come after it. See [Note: Logs and reporters]."""
 
-    def __init__(self, add: Callable[[TrainerState, dict[str, Any]], None]) -> None:
-        self.add = add
+    added: frozenset[str] = frozenset()  # names of these numbers
 
     def on_log(
         self,
@@ -57,9 +56,20 @@ class AddsFirst(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """The Trainer's, with logs that others have not seen yet."""
-        if logs is not None:
-            self.add(state, logs)
+        """Adds to the logs, where that was not done before reporters saw them."""
+        if logs is not None and not self.added & logs.keys():
+            self._add(state, logs)
+
+    def _add(self, state: TrainerState, logs: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class AddsFirst(AddsToLogs):
+    def __init__(self, add: Callable[[TrainerState, dict[str, Any]], None]) -> None:
+        self.add = add
+
+    def _add(self, state: TrainerState, logs: dict[str, Any]) -> None:
+        self.add(state, logs)
 
 
 def put_first(add: Callable[[TrainerState, dict[str, Any]], None]) -> Callable[[], None]:

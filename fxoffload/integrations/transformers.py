@@ -16,12 +16,7 @@ from fxoffload.options import Options
 from fxoffload.torch_private.compiled_code import is_optimized_module
 
 try:
-    from transformers import (
-        TrainerCallback,
-        TrainerControl,
-        TrainerState,
-        TrainingArguments,
-    )
+    from transformers import TrainerControl, TrainerState, TrainingArguments
 except ImportError as error:
     raise ImportError(
         "fxoffload.integrations.transformers needs transformers; install it with pip install 'fxoffload[transformers]'"
@@ -30,7 +25,15 @@ except ImportError as error:
 from fxoffload.integrations.causal_attention import CAUSAL_ATTENTION as CAUSAL_ATTENTION
 from fxoffload.integrations.full_masks import MaskDroppingCollator as MaskDroppingCollator
 from fxoffload.integrations.full_masks import drop_full_mask as drop_full_mask
-from fxoffload.integrations.logged_metrics import PerStep, add_to_logs, gib, is_of_training, put_first, step_of
+from fxoffload.integrations.logged_metrics import (
+    AddsToLogs,
+    PerStep,
+    add_to_logs,
+    gib,
+    is_of_training,
+    put_first,
+    step_of,
+)
 from fxoffload.report import metrics
 
 _GAUGES = {
@@ -38,7 +41,6 @@ _GAUGES = {
     "fxoffload/measured_peak_bytes": "fxoffload/step_peak_gib",
     "fxoffload/device_peak_bytes": "fxoffload/device_peak_gib",
 }
-_ADDED = frozenset(_GAUGES.values())
 
 
 def _counters(now: Mapping[str, float]) -> dict[str, float]:
@@ -53,7 +55,7 @@ def _counters(now: Mapping[str, float]) -> dict[str, float]:
 _compiled: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
 
 
-class OffloadCallback(TrainerCallback):
+class OffloadCallback(AddsToLogs):
     """Compiles the Trainer's model in place with fxoffload when training begins.
 
     Needed because ``TrainingArguments(torch_compile_backend=...)`` goes to accelerate, whose
@@ -70,6 +72,8 @@ class OffloadCallback(TrainerCallback):
     ``fxoffload/host_gib`` (pinned), ``fxoffload/step_peak_gib`` (of a plan whose steps were measured) and, on a GPU,
     ``fxoffload/device_peak_gib`` (torch's own peak).
     """
+
+    added = frozenset(_GAUGES.values())
 
     def __init__(self, **options: Any) -> None:
         self.options = Options.from_torch_compile(None, options)
@@ -97,7 +101,7 @@ class OffloadCallback(TrainerCallback):
         self._end_logging()
         self._compile(args, model)
         self._per_step.begin(step_of(state), _counters(metrics()))
-        self._end_logging = put_first(self._add_metrics)
+        self._end_logging = put_first(self._add)
 
     def _compile(self, args: TrainingArguments, model: torch.nn.Module) -> None:
         key = self.options.cache_key()
@@ -114,18 +118,6 @@ class OffloadCallback(TrainerCallback):
         model.compile(backend="fxoffload", options=self.options)
         _compiled[model] = key
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Adds to the logs, where that was not done before reporters saw them."""
-        if logs is not None and not _ADDED & logs.keys():
-            self._add_metrics(state, logs)
-
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
@@ -133,7 +125,7 @@ class OffloadCallback(TrainerCallback):
         self._end_logging()
         self._end_logging = lambda: None
 
-    def _add_metrics(self, state: TrainerState, logs: dict[str, Any]) -> None:
+    def _add(self, state: TrainerState, logs: dict[str, Any]) -> None:
         if not is_of_training(logs) or not state.is_world_process_zero:
             return
         now = metrics()

@@ -18,16 +18,26 @@ from fxoffload.phases.optimizers import leaves
 from fxoffload.phases.phase import GROUPS, OPTIMIZER
 
 try:
-    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers import TrainerControl, TrainerState, TrainingArguments
 except ImportError as error:
     raise ImportError(
         "fxoffload.integrations.trl needs transformers; install it with pip install 'fxoffload[transformers]'"
     ) from error
 
-from fxoffload.integrations.logged_metrics import PerStep, add_to_logs, gib, is_of_training, put_first, step_of
+from fxoffload.integrations.logged_metrics import (
+    AddsToLogs,
+    PerStep,
+    add_to_logs,
+    gib,
+    is_of_training,
+    put_first,
+    step_of,
+)
+
+_HOST = "fxoffload/phases/host_gib"
 
 
-class PhaseCallback(TrainerCallback):
+class PhaseCallback(AddsToLogs):
     """The optimizer state is on the device around ``optimizer.step()`` only.
 
         phases = PhaseCallback()
@@ -51,6 +61,8 @@ class PhaseCallback(TrainerCallback):
         device_types: whose tensors leave; by default as FXOFFLOAD_PHASES_DEVICE_TYPES says, else CUDA.
         options: of ``fxoffload.phases.PhaseManager``.
     """
+
+    added = frozenset({_HOST})
 
     def __init__(self, *, early: bool = False, device_types: tuple[str, ...] | None = None, **options: Any) -> None:
         self.early = early
@@ -111,7 +123,7 @@ class PhaseCallback(TrainerCallback):
         for one in leaves(optimizer):
             self._undo += _returned_for_modes(one, self._manager)
         self._manager.offload(OPTIMIZER, wait=False)
-        self._undo.append(put_first(self._add_metrics))
+        self._undo.append(put_first(self._add))
         self._moved = _Moved(self._manager)
         self._per_step.begin(step_of(state), self._moved.sums())
 
@@ -156,25 +168,13 @@ class PhaseCallback(TrainerCallback):
             self._waits_for_save = False
             self.manager.offload(OPTIMIZER, wait=False)
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Adds to the logs, where that was not done before reporters saw them."""
-        if logs is not None and _HOST not in logs:
-            self._add_metrics(state, logs)
-
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Everything is back."""
         self._close()
 
-    def _add_metrics(self, state: TrainerState, logs: dict[str, Any]) -> None:
+    def _add(self, state: TrainerState, logs: dict[str, Any]) -> None:
         if self._manager is None or self._moved is None or not is_of_training(logs) or not state.is_world_process_zero:
             return
         found = self._per_step.read(state.global_step, self._moved.sums())
@@ -192,9 +192,6 @@ class PhaseCallback(TrainerCallback):
         if self._manager is not None:
             self._manager.close()
             self._manager = self._moved = None
-
-
-_HOST = "fxoffload/phases/host_gib"
 
 
 class _Moved:

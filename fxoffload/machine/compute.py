@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -38,11 +39,7 @@ class Sizes:
 
 CUDA = Sizes(
     matmul={torch.bfloat16: 8192, torch.float16: 8192, torch.float32: 8192},
-    attention={
-        torch.bfloat16: (32, 16384, 128),
-        torch.float16: (32, 16384, 128),
-        torch.float32: (32, 4096, 128),
-    },
+    attention={torch.bfloat16: (32, 16384, 128), torch.float16: (32, 16384, 128), torch.float32: (32, 4096, 128)},
     stream_bytes=512 << 20,
 )
 CPU = Sizes(
@@ -71,31 +68,10 @@ def attention_rates(device: torch.device, clock: Clock) -> tuple[dict[str, float
     """TFLOP/s of causal attention by dtype, forward and backward; a dtype that the device refuses is left out."""
     forward: dict[str, float] = {}
     backward: dict[str, float] = {}
-    for dtype, (heads, length, width) in _sizes(device).attention.items():
-        q, k, v, grad = (_random(device, dtype, 1, heads, length, width) for _ in range(4))
-        inputs = [x.requires_grad_() for x in (q, k, v)]
-        flops = 4 * heads * length * length * width / 2  # two matmuls, of which causal attention needs one half
-
-        def attend(inputs: list[Tensor] = inputs) -> Tensor:
-            q, k, v = inputs
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-        def forward_rate(flops: float = flops, attend: Callable[[], Tensor] = attend) -> float:
-            with torch.no_grad():
-                return _tflop_per_s(flops, clock.ms(attend, sustained=True))
-
-        def backward_rate(
-            flops: float = flops,
-            attend: Callable[[], Tensor] = attend,
-            inputs: list[Tensor] = inputs,
-            grad: Tensor = grad,
-        ) -> float:
-            out = attend()
-            ms = clock.ms(lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True), sustained=True)
-            return _tflop_per_s(BACKWARD_FLOPS * flops, ms)
-
-        _add(forward, dtype_name(dtype), forward_rate)
-        _add(backward, dtype_name(dtype), backward_rate)
+    for dtype, shape in _sizes(device).attention.items():
+        rate = partial(_attention_rate, device, clock, dtype, shape)
+        _add(forward, dtype_name(dtype), partial(rate, backward=False))
+        _add(backward, dtype_name(dtype), partial(rate, backward=True))
     return forward, backward
 
 
@@ -127,6 +103,22 @@ def _matmul_rate(device: torch.device, clock: Clock, dtype: torch.dtype, size: i
     left, right = (_random(device, dtype, size, size) for _ in range(2))
     product = torch.empty_like(left)
     return _tflop_per_s(2 * size**3, clock.ms(lambda: torch.mm(left, right, out=product), sustained=True))
+
+
+def _attention_rate(
+    device: torch.device, clock: Clock, dtype: torch.dtype, shape: tuple[int, int, int], *, backward: bool
+) -> float:
+    heads, length, width = shape
+    q, k, v, grad = (_random(device, dtype, 1, heads, length, width) for _ in range(4))
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    flops = 4 * heads * length * length * width / 2  # two matmuls, of which causal attention needs one half
+    attend = partial(F.scaled_dot_product_attention, *inputs, is_causal=True)
+    if not backward:
+        with torch.no_grad():
+            return _tflop_per_s(flops, clock.ms(attend, sustained=True))
+    out = attend()
+    ms = clock.ms(lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True), sustained=True)
+    return _tflop_per_s(BACKWARD_FLOPS * flops, ms)
 
 
 def _float8_rate(device: torch.device, clock: Clock, size: int) -> float:

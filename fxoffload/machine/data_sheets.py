@@ -94,12 +94,7 @@ A100 = DataSheet(
 A100_40 = replace(A100, device_name="NVIDIA A100-SXM4-40GB", memory_gib=40, memory_gb_per_s=1555)
 
 # By the name that ``load_profile`` takes. A measured file of the same name in ``shipped/`` goes first.
-SHEETS: Mapping[str, DataSheet] = {
-    "a100": A100,
-    "a100-40gb": A100_40,
-    "b200": B200,
-    "gh200": GH200,
-}
+SHEETS: Mapping[str, DataSheet] = {"a100": A100, "a100-40gb": A100_40, "b200": B200, "gh200": GH200}
 
 
 def profile_from(sheet: DataSheet, measured: MachineProfile, reference: DataSheet = H200) -> MachineProfile:

@@ -52,7 +52,6 @@ class Meter(Protocol):
     """Runs work on one device. Everything but ``ready`` is called within ``undisturbed``.
 
     Attributes:
-        device: that it runs on.
         least_ms: operators that take less by estimate are not worth a measurement.
         warm_up_s: what ``undisturbed`` takes itself.
         sustained_ms: after so much work the device is as fast as in a step.

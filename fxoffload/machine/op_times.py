@@ -61,8 +61,6 @@ def times_of(identity: Identity, keys: Iterable[str], measure: Callable[[list[st
     [Note: Ranks decide alike].
 
     Args:
-        identity: of the device.
-        keys: of the operators.
         measure: measures those that it is given.
     """
     wanted = list(dict.fromkeys(keys))

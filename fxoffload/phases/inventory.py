@@ -78,14 +78,6 @@ class Inventory:
         """The groups in the order in which a storage that lies in several is given to one of them."""
         return sorted(groups, key=(PARAMS, BUFFERS, GRADS, OPTIMIZER, EXTRA).index)
 
-    def gradient_owners(self) -> list[tuple[str, Tensor]]:
-        """Tensors that may have a ``.grad``: the models' parameters and master copies."""
-        return list(self.walk().gradient_owners())
-
-    def kept_by_fsdp(self) -> Collection[int]:
-        """Ids of parameters that FSDP keeps on the CPU by itself; they, their gradients and state are left alone."""
-        return self.walk().kept_by_fsdp
-
     def immovable(self, device_types: Collection[str]) -> list[tuple[str, int]]:
         """(name, bytes) of storages on these devices that cannot be emptied, and of tensors that cannot be taken apart.
 
@@ -239,7 +231,7 @@ class Walk:
 
     @functools.cached_property
     def kept_by_fsdp(self) -> frozenset[int]:
-        """See ``Inventory.kept_by_fsdp``."""
+        """Ids of parameters that FSDP keeps on the CPU by itself; they, their gradients and state are left alone."""
         return frozenset(id(p) for _, module in self._fsdp for p in sharded.kept_on_cpu(module))
 
     def collect(self, group: str) -> list[tuple[str, Tensor]]:
@@ -254,7 +246,7 @@ class Walk:
         return list(walks[group]())
 
     def gradient_owners(self) -> NamedTensors:
-        """See ``Inventory.gradient_owners``."""
+        """Tensors that may have a ``.grad``: the models' parameters and master copies."""
         seen = set()
         for name, parameter in self.parameters:
             seen.add(id(parameter))
@@ -351,9 +343,9 @@ def opaque_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def find_device(inventory: Inventory, device_types: frozenset[str], groups: Iterable[Any] = GROUPS) -> torch.device:
+def find_device(inventory: Inventory, device_types: frozenset[str]) -> torch.device:
     """The device that most of this is about: of the first tensor on one of the types."""
-    for group in inventory.order(list(groups)):
+    for group in inventory.order(GROUPS):
         for _, tensor in inventory.collect(group):
             if tensor.device.type in device_types:
                 return tensor.device

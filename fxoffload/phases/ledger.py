@@ -29,19 +29,10 @@ class PhaseLedger:
     image, by a weak reference to the storage, to write the block anew the next time.
 
     Args:
-        inventory: where tensors are looked for.
         device_types: the devices whose memory is wanted back.
-        owner: of the holdings.
-        image: takes blocks back.
     """
 
-    def __init__(
-        self,
-        inventory: Inventory,
-        device_types: frozenset[str],
-        owner: Owner,
-        image: HostImage,
-    ) -> None:
+    def __init__(self, inventory: Inventory, device_types: frozenset[str], owner: Owner, image: HostImage) -> None:
         self._inventory = inventory
         self._device_types = device_types
         self._owner = owner

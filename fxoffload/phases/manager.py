@@ -25,17 +25,7 @@ from fxoffload.phases.metrics import Transition, summed
 from fxoffload.phases.moving.host_image import HostImage
 from fxoffload.phases.moving.host_reads import read_tensor
 from fxoffload.phases.moving.storages import Holding, Where, plain_tensors
-from fxoffload.phases.phase import (
-    BUFFERS,
-    GRADS,
-    GROUPS,
-    PARAMS,
-    Phase,
-    PhaseOptions,
-    as_groups,
-    leaving,
-    returning,
-)
+from fxoffload.phases.phase import BUFFERS, GRADS, GROUPS, PARAMS, Phase, PhaseOptions, as_groups, leaving, returning
 from fxoffload.phases.transit import Transit
 from fxoffload.phases.weight_sync.plans import WeightPlans
 from fxoffload.phases.weight_sync.weights import WeightsOnDevice, WeightStream, stream_weights, weights_on_device

@@ -67,10 +67,8 @@ def leaving(phase: Phase, options: PhaseOptions) -> tuple[str, ...]:
         return ()
     if phase is Phase.ROLLOUT:
         return GROUPS
-    optimizer = {
-        Phase.LOGPROB: options.offload_optimizer_for_logprob,
-        Phase.SYNC: options.offload_optimizer_for_refit,
-    }[phase]
+    of_logprob = phase is Phase.LOGPROB
+    optimizer = options.offload_optimizer_for_logprob if of_logprob else options.offload_optimizer_for_refit
     return (GRADS, OPTIMIZER, EXTRA) if optimizer else (GRADS,)
 
 

@@ -76,9 +76,7 @@ class _Departure:
     Attributes:
         at_once: whether a caller waits for the memory.
         ahead: copies that were started before the search for leaving storages.
-        holdings: those that leave.
         dropped: gradients, by their owners.
-        handle: is told of its end.
     """
 
     transition: Transition
@@ -95,7 +93,6 @@ class _Return:
 
     Attributes:
         pending: holdings that should already return because of other onloads.
-        handle: is told of its end.
     """
 
     transition: Transition
@@ -108,8 +105,6 @@ class Transit:
     """See [Note: States] and [Note: Who waits]. Thread-safe.
 
     Args:
-        inventory: the tensors.
-        image: the host memory.
         device_types: the devices whose memory is wanted back.
         grads: "keep", "drop" or "error".
         empty_cache: whether freed memory goes back to the driver when an offload is waited for.

@@ -24,7 +24,6 @@ class GraphFacts:
         returns: what its forward hands to the caller.
         holds_outputs: whether the caller still holds that when the backward has ended; None: unknown.
         has_backward: whether a backward of it has run.
-        count: how many graphs.
     """
 
     layers: str

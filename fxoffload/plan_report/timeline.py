@@ -98,13 +98,7 @@ def _process(process: int, title: str, tracks: tuple[str, ...]) -> Iterator[_Tra
     yield _named("process_name", process, 0, title)
     for number, track in enumerate(tracks):
         yield _named("thread_name", process, number, track)
-        yield {
-            "ph": "M",
-            "name": "thread_sort_index",
-            "pid": process,
-            "tid": number,
-            "args": {"sort_index": number},
-        }
+        yield {"ph": "M", "name": "thread_sort_index", "pid": process, "tid": number, "args": {"sort_index": number}}
 
 
 def _bar(process: int, track: int, name: str, begin_ms: float, end_ms: float, args: dict[str, Any]) -> _TraceEvent:

@@ -117,9 +117,7 @@ class Chain:
             return tuple(map(with_more, segments))
 
         step = replace(
-            self.step,
-            forward=changed("forward", self.step.forward),
-            backward=changed("backward", self.step.backward),
+            self.step, forward=changed("forward", self.step.forward), backward=changed("backward", self.step.backward)
         )
         return replace(self, step=step, extra_memory=extra_memory, turn_bytes=turn_bytes)
 

@@ -33,8 +33,6 @@ def chain_problem(
         layouts: number j has each call run its variant j, or its last one. The first has the graphs as compiled.
         counts: per call, how many variants there are to choose from, at least 1.
         kinds: per call, a key of its graph: calls of one kind have the same variants.
-        rates: of the machine.
-        host_bytes: most bytes on the host.
 
     Raises:
         ValueError: layouts of different chains.

@@ -120,7 +120,6 @@ def extra_memory_of_segments(
     Args:
         chain: that ran, without memory outside its graphs.
         graphs: its simulation as it ran, with measured segments.
-        readings: of the steps.
         before: known memory between calls: it counts where there is no measurement now.
     """
     boundaries = {(b.phase, b.segment): b for b in graphs.boundaries}

@@ -31,17 +31,12 @@ def waits_of(readings: Readings) -> dict[Phase, float]:
 
 
 def fit_link(
-    step: TrainingStep,
-    offload: Sequence[bool],
-    windows: Windows,
-    rates: ProfileRates,
-    waits_ms: Mapping[Phase, float],
+    step: TrainingStep, offload: Sequence[bool], windows: Windows, rates: ProfileRates, waits_ms: Mapping[Phase, float]
 ) -> ProfileRates:
     """The rates with copies as slow as the waits say: to the host by those of the forward, then back. Waits that no
     such link explains are something else, and say nothing of it.
 
     Args:
-        step: with measured times.
         offload: as it ran.
         windows: as they ran.
         rates: it was planned with; copies are never found faster.

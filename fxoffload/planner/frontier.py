@@ -24,9 +24,7 @@ def in_measured_time(plan: PlanData, predicted: Prediction, baseline: Prediction
     time; the others take as much longer than their estimates as plain Inductor's step does.
 
     Args:
-        plan: with its estimates.
         predicted: the plan's step, measured.
-        baseline: plain Inductor's, measured.
     """
     longer = baseline.step_ms / plan.baseline.step_ms if plan.baseline.step_ms else 1.0
     points = []

@@ -57,11 +57,8 @@ def refine(
     """A schedule at least as good as ``found``: compute waits less for copies.
 
     Args:
-        step: that is scheduled.
-        found: to begin with.
         settle: the schedule with these decisions, within the same limit; None where there is none.
         fixed: candidates that are not to be decided.
-        max_tries: most exchanges.
     """
 
     def neighbours(found: Found) -> Iterable[Decisions]:
@@ -77,17 +74,12 @@ def refine(
 
 
 def lower_peak(
-    step: TrainingStep,
-    offload: Decisions,
-    within_host: Callable[[Decisions], bool],
-    fixed: Mapping[str, bool],
+    step: TrainingStep, offload: Decisions, within_host: Callable[[Decisions], bool], fixed: Mapping[str, bool]
 ) -> tuple[int, Decisions]:
     """The least peak found, in bytes, with nothing under way, and its decisions; at most that of ``offload``. How long
     the step takes does not count.
 
     Args:
-        step: that is scheduled.
-        offload: to begin with.
         within_host: whether what these decisions move fits on the host.
         fixed: candidates that are not to be decided.
     """

@@ -104,19 +104,7 @@ class Prediction:
     @staticmethod
     def of(simulation: Simulation) -> Prediction:
         """The prediction of a simulation."""
-        return Prediction(
-            peak_bytes=simulation.peak_bytes,
-            peak_without_gradients_bytes=simulation.peak_without_gradients_bytes,
-            step_ms=simulation.step_ms,
-            forward_ms=simulation.forward_ms,
-            backward_ms=simulation.backward_ms,
-            exposed_ms=simulation.exposed_ms,
-            bytes_offloaded=simulation.bytes_offloaded,
-            peak_phase=simulation.peak_phase,
-            peak_segment=simulation.peak_segment,
-            outside_bytes=simulation.outside_bytes,
-            outside_ms=simulation.outside_ms,
-        )
+        return Prediction(**{name: getattr(simulation, name) for name in Prediction.__dataclass_fields__})
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

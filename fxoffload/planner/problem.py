@@ -62,8 +62,6 @@ class LayerVariant:
     """A way to recompute a part of a layer.
 
     Attributes:
-        name: for messages.
-        storages: storages that its forward saves.
         extra_ms: backward segment -> time to recompute.
         extra_bytes: backward segment -> working set beyond ``Problem.backward_bytes``.
     """
@@ -79,7 +77,6 @@ class ProblemLayer:
     """A part of the step for which one variant is chosen.
 
     Attributes:
-        name: for messages.
         structure: layers of one structure have the same variants in the same order.
         variants: at least one.
     """
@@ -94,10 +91,8 @@ class Problem:
     """The decisions about a step, and their effects on it.
 
     Attributes:
-        layers: in any order.
         forward_ms, backward_ms: compute time per segment.
         forward_bytes, backward_bytes: per segment, the most that everything but the storages takes while it runs.
-        d2h_bytes_per_ms, h2d_bytes_per_ms: rates of the link.
         host_bytes: most bytes on the host; None: no bound.
         runs: as of ``TrainingStep``.
 

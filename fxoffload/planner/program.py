@@ -21,7 +21,6 @@ class Candidates:
     """One entry per candidate.
 
     Attributes:
-        names: of the storages.
         labels: what a person calls them; the names where there is nothing better.
         moved_bytes: bytes that a copy moves.
         held_bytes: bytes of the step that the storage takes; 0 for the caller's memory.
@@ -53,7 +52,6 @@ class Program:
     """A step, ready to simulate. Lists have one entry per segment unless they say otherwise.
 
     Attributes:
-        candidates: that the decisions are about.
         fixed_before, fixed_after: bytes that no decision changes, right before and right after each segment, in the
             order in which they run.
         gradients_before, gradients_after: the part of these that the backward returns.

@@ -33,7 +33,6 @@ class Schedule:
     """An action for each candidate of a step, and the predicted step.
 
     Attributes:
-        offload: one bool per ``step.candidates``.
         windows: bytes that may be under way.
         simulation: of the step, so done.
     """
@@ -52,10 +51,7 @@ class Scheduler:
     """Finds schedules for one step.
 
     Args:
-        step: with times and working sets.
-        rates: of the machine.
         fixed: candidate -> True where it must be offloaded, False where it must stay.
-        host_bytes: most bytes on the host.
         in_flight_budget, prefetch_budget: the user's bounds on the windows.
     """
 
@@ -165,11 +161,7 @@ class Scheduler:
     @cached_property
     def _least(self) -> tuple[int, tuple[bool, ...]]:
         """The least peak that was found, with nothing under way, and its decisions."""
-        proposals = [
-            self._named(smallest_peak(self.problem).offloaded),
-            self._extreme(True),
-            self._extreme(False),
-        ]
+        proposals = [self._named(smallest_peak(self.problem).offloaded), self._extreme(True), self._extreme(False)]
         _, best = min((least_peak_bytes(self.step, p), p) for p in proposals if self._within_host(p))
         return lower_peak(self.step, best, self._within_host, self.fixed)
 

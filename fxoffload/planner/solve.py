@@ -156,11 +156,5 @@ def _solution(loads: Loads, ms: float, bound: float, objective: float) -> Soluti
     assert peak is not None and schedule is not None
     gap = max(objective - bound, 0.0) / objective if objective > 0 else 0.0
     return Solution(
-        tuple(loads.variants),
-        frozenset(loads.offloaded),
-        schedule.ms,
-        schedule.exposed_ms,
-        peak,
-        loads.moved,
-        gap,
+        tuple(loads.variants), frozenset(loads.offloaded), schedule.ms, schedule.exposed_ms, peak, loads.moved, gap
     )

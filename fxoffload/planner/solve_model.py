@@ -28,7 +28,6 @@ class ModelSlot:
     """Storages of one layer that are decided together.
 
     Attributes:
-        layer: position of the layer.
         variants: those that save the storages.
         storages: they live alike.
         count: the decision is how many of the storages move, all of one size; 1: which part of them all.
@@ -91,7 +90,6 @@ class Model:
     """A program under construction, and its solution.
 
     Args:
-        problem: the decisions.
         exact: whether storages move as a whole.
         is_timed: whether time counts; else compute waits for free and the link does not matter.
         variants: the chosen ones, where they are chosen already.

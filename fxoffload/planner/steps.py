@@ -6,6 +6,7 @@ form. Lifetimes of storages, and where a copy may start, follow from it: ``progr
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -72,7 +73,6 @@ class SegmentStep:
 
     Attributes:
         name: unique in its graph.
-        layer: the layer label, or "".
         ms: time on the compute stream.
         reads: names of the storages that it reads.
         writes: names of the storages that hold its outputs. The first writer allocates.
@@ -111,8 +111,6 @@ class TrainingStep:
 
     Attributes:
         storages: candidates are decided in this order.
-        forward: segments in order.
-        backward: segments in order.
         takes: None: before its first reader, one for each candidate that the backward reads.
         heavy_head: whether the ops after the layers save much (see ``fxoffload.passes.find_turn.Turn``).
         followed: whether another forward runs before the backward does. It is the one that the step turns behind, and
@@ -203,8 +201,6 @@ def from_graphs(
     """The step that two outer graphs describe. Sizes are hints: nothing is guarded on.
 
     Args:
-        forward: outer forward graph.
-        backward: outer backward graph.
         offload_candidates: of the executor: one per candidate, in the order of the offload ops, ranked.
         num_user_outputs: leading outputs of the forward that the caller sees.
         forward_ms: segment name -> time; 0 where missing.
@@ -282,7 +278,6 @@ class _ForwardReader:
     """Storages and segment calls of an outer forward graph.
 
     Attributes:
-        calls: the segments, without times.
         place: name of a value that the backward may be given -> its storage's name, None for the caller's memory.
         candidate_of: name of a saved value -> its candidate's name.
     """
@@ -457,10 +452,7 @@ def _moved_bytes(values: Sequence[torch.Tensor], min_bytes: int) -> int:
         count = [hint(n) for n in value.shape]
         if covered is None or offset is None or None in count:
             return 0
-        number = 1
-        for n in count:
-            number *= n or 0
-        elements += number * size
+        elements += math.prod(count) * size  # type: ignore[arg-type]
         starts.append(offset * size)
         ends.append(offset * size + covered)
     if elements < max(min_bytes, 1):

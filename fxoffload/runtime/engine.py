@@ -56,14 +56,7 @@ from fxoffload.reset import on_reset
 from fxoffload.runtime.copies.streams import CopyStreams, CudaCopies, HostCopies, Wait
 from fxoffload.runtime.fork_safe_lock import ForkSafeRLock, locked
 from fxoffload.runtime.forked import keep_for_good
-from fxoffload.runtime.host_memory.arena import (
-    ALIGNMENT,
-    CudaPinner,
-    Fence,
-    HeapMemory,
-    HostArena,
-    address_space_bytes,
-)
+from fxoffload.runtime.host_memory.arena import ALIGNMENT, CudaPinner, Fence, HeapMemory, HostArena, address_space_bytes
 from fxoffload.runtime.host_memory.limits import default_host_budget_bytes
 from fxoffload.runtime.host_memory.trim import HostTrim
 from fxoffload.runtime.profiler.allocator_history import cuda_history

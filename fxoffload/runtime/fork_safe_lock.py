@@ -44,9 +44,7 @@ class ForkSafeRLock(_RLock):
             self.take_again(held)
 
 
-def locked(
-    lock_of: Callable[..., ForkSafeRLock],
-) -> Callable[[Callable[_Params, _Result]], Callable[_Params, _Result]]:
+def locked(lock_of: Callable[..., ForkSafeRLock]) -> Callable[[Callable[_Params, _Result]], Callable[_Params, _Result]]:
     """Lets a function hold a lock while it runs, which it lets go of however it ends.
 
     A trace function, unlike a signal, may raise at the end of a ``with`` block before that gives the lock back.

@@ -81,7 +81,6 @@ class There:
     """The bytes of a transfer on the device, while a reload is under way or finished but not yet handed out.
 
     Attributes:
-        buffer: the bytes.
         ready: the event after which they are there.
         stream: the compute stream that ``buffer`` was allocated on.
         reclaimed: whether ``buffer`` is the source itself, taken back. Else it takes bytes of the prefetch budget.
@@ -111,13 +110,7 @@ class Transfer:
     __slots__ = ("__weakref__", "block", "nbytes", "reclaimable", "serial", "there", "views", "watch")
 
     def __init__(
-        self,
-        nbytes: int,
-        block: HostBlock,
-        views: Sequence[View],
-        *,
-        reclaimable: bool,
-        watch: Watch | None = None,
+        self, nbytes: int, block: HostBlock, views: Sequence[View], *, reclaimable: bool, watch: Watch | None = None
     ) -> None:
         self.nbytes = nbytes
         self.block = block

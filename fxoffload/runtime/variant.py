@@ -35,7 +35,6 @@ class VariantLayout:
         num_results: of variant 0's forward.
         direct: (place among the variant's results, slot among variant 0's) of values that stay in a slot.
         bundled: places among the variant's results of values that go into the bundle.
-        names: of those values.
         carrier: the slot of the bundle's token.
         carried_to: the place of that slot among the arguments of variant 0's backward.
         carrier_name: name of the value that variant 0 saves there.
@@ -63,9 +62,7 @@ class Variant:
 
     Attributes:
         forward: its forward.
-        backward: its backward.
         order: for each ``OffloadCandidate`` of the forward, its place in ``Choice.offload``.
-        layout: of its values.
     """
 
     forward: OuterProgram
@@ -83,7 +80,8 @@ class Variant:
         """The forward's results as variant 0 would return them, and the token among them."""
         layout = self.layout
         count = layout.num_user_outputs
-        found = [*results[:count], *[_filler()] * (layout.num_results - count)]
+        unused = torch.empty(0)
+        found = [*results[:count], *[unused] * (layout.num_results - count)]
         for slot in layout.numbers:
             found[slot] = 0  # autograd keeps sizes apart from tensors
         for place, slot in layout.direct:
@@ -95,11 +93,6 @@ class Variant:
     def arguments_of_backward(self, args: Sequence[Any], bundled: Sequence[Any]) -> list[Any]:
         """The arguments of the backward, out of those of variant 0's and the values of the bundle."""
         return [args[i] if i >= 0 else bundled[-1 - i] for i in self.layout.arguments]
-
-
-def _filler() -> Tensor:
-    """In a slot that a variant does not use."""
-    return torch.empty(0)
 
 
 class Variants:

@@ -21,7 +21,6 @@ class Edges:
             graph may save.
         outputs: of the forward, those that the caller sees.
         tangents: arguments of the backward; None where one is a saved value.
-        gradients: results of the backward.
         saved: positions among the forward's results of values that are made and saved for its backward alone.
     """
 

@@ -78,7 +78,6 @@ class Readings:
     """Calls that were read, of one signature, by phase. A phase that was not measured has none.
 
     Attributes:
-        samples: of the calls.
         skipped_gaps: ``Sample.gap_peaks`` of steps of which nothing else counts.
     """
 

@@ -58,7 +58,6 @@ class Surroundings:
         metadata: a copy: AOTAutograd's own is read when the compiled graph runs.
         inductor: settings that were not the defaults, without a custom partitioner. Their values are the user's own
             objects: not every custom pass can be copied.
-        functorch: the same of functorch.
     """
 
     fake_mode: Any

@@ -25,7 +25,6 @@ class GraphBreak:
         line: in it.
         function: that it stands in.
         code: the line.
-        reason: in Dynamo's words.
     """
 
     file: str

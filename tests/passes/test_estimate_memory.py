@@ -25,10 +25,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
 from fxoffload.analysis import segment_kernels
-from fxoffload.analysis.estimate_memory import EstimateMemory, dying_inputs, estimate_temp_bytes
+from fxoffload.analysis.estimate_memory import dying_inputs, estimate_temp_bytes, segment_temp_bytes
 from fxoffload.analysis.hidden_memory import hidden_bytes
 from fxoffload.analysis.kernel_fusion import Fusion
-from fxoffload.analysis.segmentation import Segment
+from fxoffload.analysis.segmentation import Donations, Segment
 from fxoffload.compiler import build
 from fxoffload.compiler.segments import SegmentCompiler
 from fxoffload.passes.cut_segments import CutSegments
@@ -434,6 +434,15 @@ class Watch:
         return max(live) - sum(before.values())
 
 
+def of_segments(state: Any, handed_over: Collection[str] = (), donations: Donations | None = None) -> dict[str, int]:
+    """Segment -> estimate."""
+    dying = dying_inputs(state.gm, state.segmentation, handed_over)
+    return {
+        s.name: segment_temp_bytes(s, dying[s.name], (donations or {}).get(s.name, ()))
+        for s in state.segmentation.segments
+    }
+
+
 def temp_bytes(captured: Captured) -> dict[tuple[str, str], tuple[int, frozenset[str]]]:
     """Segment -> estimate (without what GPU kernels hide), and what dies in it."""
     found = {}
@@ -442,7 +451,7 @@ def temp_bytes(captured: Captured) -> dict[tuple[str, str], tuple[int, frozenset
         for what, state, handed in (("forward", captured.forward, ()), ("backward", captured.backward, handed_over)):
             dying = dying_inputs(state.gm, state.segmentation, handed)
             donations = captured.backward.donations if what == "backward" else None
-            for name, nbytes in EstimateMemory(state.segmentation, dying=dying, donations=donations)(state.gm).items():
+            for name, nbytes in of_segments(state, handed, donations).items():
                 found[what, name] = (nbytes, dying[name])
     return found
 
@@ -543,19 +552,13 @@ def test_predicted_peaks_are_what_an_h200_took(name: str) -> None:
     }
     forward, backward, offload_candidates = traced(schema.Case(**records["inductor"]["case"] | {"device": "cpu"}))
     saved = {n.name for n in backward.donatable}
-    down = EstimateMemory(forward.segmentation, dying=dying_inputs(forward.gm, forward.segmentation))
-    up = EstimateMemory(
-        backward.segmentation,
-        dying=dying_inputs(backward.gm, backward.segmentation, saved),
-        donations=backward.donations,
-    )
     step = from_graphs(
         forward.outer,
         backward.outer,
         offload_candidates,
         num_user_outputs=forward.num_user_outputs,
-        forward_temp_bytes=down(forward.gm),
-        backward_temp_bytes=up(backward.gm),
+        forward_temp_bytes=of_segments(forward),
+        backward_temp_bytes=of_segments(backward, saved, backward.donations),
     )
     for label, offload in (("keep_all", False), ("offload_all", True)):
         simulation = simulate(
@@ -588,11 +591,7 @@ def test_backward_segments_that_recompute_take_what_they_took_on_an_h200() -> No
     case = schema.Case(device="cpu", name="stack", layers=16, seq=16384)
     _, backward, _ = traced(case, recompute="cheap")
     saved = {n.name for n in backward.donatable}
-    found = EstimateMemory(
-        backward.segmentation,
-        dying=dying_inputs(backward.gm, backward.segmentation, saved),
-        donations=backward.donations,
-    )(backward.gm)
+    found = of_segments(backward, saved, backward.donations)
     # Found: exact, and up to 4 % where constants are made.
     assert {name: found[name] / MB for name in _MEASURED} == pytest.approx(_MEASURED, rel=0.05)
 

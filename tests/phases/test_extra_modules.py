@@ -33,7 +33,7 @@ def test_sharded_modules_of_extra_are_found(monkeypatch: pytest.MonkeyPatch) -> 
     model, average = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.ReLU(), nn.Linear(2, 2))
     monkeypatch.setattr(sharded, "is_fsdp2", lambda module: isinstance(module, nn.Linear))
     monkeypatch.setattr(sharded, "kept_on_cpu", lambda module: [module.weight])
-    kept = Inventory(model, None, {"ema": average}).kept_by_fsdp()
+    kept = Inventory(model, None, {"ema": average}).walk().kept_by_fsdp
     assert kept == {id(model[0].weight), id(average[1].weight)}
 
 

@@ -335,7 +335,7 @@ def test_every_byte_whatever_is_recomputed(name: str, factor: float) -> None:
     found: list[Simulation] = []
 
     def decide(planning: Any) -> Schedule:
-        ways = planning.ways
+        ways = planning.chain_search
         variants = {kind: [None, *variants[-2:]] for kind, variants in ways._variants_by_kind.items()}
         variants = tuple(generator.choice(variants[kind]) for kind in ways._kinds)
         assert len(set(variants)) > 1
@@ -418,7 +418,7 @@ def test_variants_are_compiled_while_steps_run(inner: str, fails: bool) -> None:
     begun, may_end, compile_variant = threading.Event(), threading.Event(), VariantMaker._compile
 
     def decide(planning: Any) -> Schedule:
-        ways = planning.ways
+        ways = planning.chain_search
         planning.compiled = replace(planning.compiled, schedule=planning.compiled.scheduler.smallest())
         planning.choice = ways.with_variants(tuple(ways._variants_by_kind[kind][-1] for kind in ways._kinds))
         return planning.choice.scheduler.smallest()

@@ -331,7 +331,7 @@ def first_plan(pick: Callable[[int, list[Any]], Any], budget: int = 1 << 30, *, 
     """Makes ``ChainPlanning.run`` move everything, or nothing; ``pick``: what a call runs, of None and two variants."""
 
     def decide(planning: Any) -> Schedule:
-        ways = planning.ways
+        ways = planning.chain_search
         variants = {kind: [None, *variants[-2:]] for kind, variants in ways._variants_by_kind.items()}
         planning.choice = ways.with_variants(tuple(pick(k, variants[kind]) for k, kind in enumerate(ways._kinds)))
         step = planning.chain.step

@@ -67,16 +67,16 @@ class Planned:
     """A chain of layers with one compiled variant that saves nothing, of which ``varied`` calls run it."""
 
     def __init__(self, varied: int = 0, *, ms: float = 1.0, again_ms: float = 0.5) -> None:
-        self.ways = ways(layer(ms=ms), [], COUNT, live=[layer((), ms=ms, again_ms=again_ms)])
-        (self.variant,) = self.ways.calls[0].variant_maker.compiled_variants()  # type: ignore[union-attr]
-        self.choice = self.ways.with_variants(tuple(self.variant if k < varied else None for k in range(COUNT)))
+        self.chain_search = ways(layer(ms=ms), [], COUNT, live=[layer((), ms=ms, again_ms=again_ms)])
+        (self.variant,) = self.chain_search.calls[0].variant_maker.compiled_variants()  # type: ignore[union-attr]
+        self.choice = self.chain_search.with_variants(tuple(self.variant if k < varied else None for k in range(COUNT)))
 
     def scheduler_for(self, found: Any, host_bytes: int | None) -> Any:
         return lambda step: Scheduler(step, found, host_bytes=host_bytes)
 
     @property
     def half(self) -> int:
-        return self.ways.as_compiled().scheduler.keep_all().peak_bytes // 2
+        return self.chain_search.as_compiled().scheduler.keep_all().peak_bytes // 2
 
     def measured(
         self, times: float = 1.0, between: float = 0.0, extra_memory: ExtraMemory = NO_EXTRA_MEMORY
@@ -146,7 +146,7 @@ def test_no_more_is_moved_than_there_is_host_memory_for() -> None:
 def test_a_slowdown_in_measured_time() -> None:
     """Calls that recompute took half a millisecond more than predicted."""
     planned = Planned(6, again_ms=0.05)
-    plain = planned.ways.as_compiled().scheduler.keep_all().step_ms
+    plain = planned.chain_search.as_compiled().scheduler.keep_all().step_ms
     aim = ChainObjective(max_ms=1.03 * plain)
     found = planned.measured()
     ran = {f"call {k}/b0" for k in range(6)}
@@ -159,7 +159,7 @@ def test_a_slowdown_in_measured_time() -> None:
 
 def test_nothing_to_choose_from() -> None:
     planned = Planned(0)
-    planned.ways.calls[0].variant_maker.live.clear()  # type: ignore[union-attr]
+    planned.chain_search.calls[0].variant_maker.live.clear()  # type: ignore[union-attr]
     assert planned.again(planned.measured(), ChainObjective(limit_bytes=planned.half)) == 0
     assert planned.again(planned.measured(), ChainObjective(limit_bytes=1)) is None
 
@@ -167,12 +167,12 @@ def test_nothing_to_choose_from() -> None:
 def test_estimates_are_left_as_they_are() -> None:
     """The inputs of the plan are compared with measurements once more."""
     planned = Planned(4)
-    before = planned.ways.as_compiled().chain.step.compute_ms
+    before = planned.chain_search.as_compiled().chain.step.compute_ms
     planning: Any = planned
     found = MeasuredRecompute(planning, planned.measured(3.0), rates(), None)
     choice: ChainChoice = found.as_compiled(ChainObjective(limit_bytes=1 << 60))
     assert choice.chain.step.compute_ms == pytest.approx(3.0 * before)
-    assert planned.ways.as_compiled().chain.step.compute_ms == before
+    assert planned.chain_search.as_compiled().chain.step.compute_ms == before
     aim = ChainObjective(limit_bytes=planned.half)
     varied = found.search(aim)[0]  # all calls run the variant
     assert varied.chain.step.compute_ms > 3.0 * before
@@ -193,7 +193,7 @@ def test_calls_of_a_variant_take_what_others_of_it_took() -> None:
 def test_a_graph_that_no_call_ran_as_compiled_is_as_much_slower() -> None:
     planned = Planned(COUNT)
     planning: Any = planned
-    before = planned.ways.as_compiled().chain.step.compute_ms
+    before = planned.chain_search.as_compiled().chain.step.compute_ms
     found = MeasuredRecompute(planning, planned.measured(3.0, between=2.0), rates(), None).as_compiled()
     between = sum(s.name.endswith("entry") for s in (*found.chain.step.forward, *found.chain.step.backward))
     assert between > COUNT

@@ -50,7 +50,7 @@ def plans_with_variants(seed: str, *, some: bool = True) -> Iterator[None]:
     generator = random.Random(seed)
 
     def decide(planning: Any) -> Schedule:
-        ways = planning.ways
+        ways = planning.chain_search
         if some:
             variants = tuple(generator.choice([None, *ways._variants_by_kind[kind][-2:]]) for kind in ways._kinds)
             planning.choice = ways.with_variants(variants, None)

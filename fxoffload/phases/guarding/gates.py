@@ -30,7 +30,6 @@ class Gates:
     """Installed and removed as a whole; see [Note: Gates].
 
     Args:
-        models: the models.
         passed: called with the tensors that a module is about to read, and a description of that use.
     """
 

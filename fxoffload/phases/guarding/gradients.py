@@ -37,7 +37,7 @@ class Gradients:
         """
         if self._policy == "keep":
             return
-        owners = [(name, owner) for name, owner in self._inventory.gradient_owners() if owner.grad is not None]
+        owners = [(name, owner) for name, owner in self._inventory.walk().gradient_owners() if owner.grad is not None]
         if self._policy == "error" and owners:
             raise RuntimeError(
                 f'expected no gradients (grads="error"), found {len(owners)}, the first of {owners[0][0]}: call '
@@ -60,7 +60,7 @@ class Gradients:
         def refuse(gradient: Tensor) -> None:
             self._refuse()
 
-        for _, owner in self._inventory.gradient_owners():
+        for _, owner in self._inventory.walk().gradient_owners():
             if owner.grad is not None and owner.requires_grad and owner.is_leaf:
                 self._hooks.append((owner, refuse))  # before: it is taken away, wherever an exception comes
                 owner.register_hook(refuse)
@@ -79,4 +79,4 @@ class Gradients:
             isinstance(module, DistributedDataParallel) and module.gradient_as_bucket_view
             for module in self._inventory.modules.values()
         )
-        return buckets or any(id(owner.grad) in ids for _, owner in self._inventory.gradient_owners())
+        return buckets or any(id(owner.grad) in ids for _, owner in self._inventory.walk().gradient_owners())

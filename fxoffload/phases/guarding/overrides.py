@@ -35,8 +35,6 @@ class Override:
     """One method of one object, to be replaced repeatedly.
 
     Args:
-        target: the object.
-        name: of the method.
         call: gets the method that was there and then its arguments.
     """
 

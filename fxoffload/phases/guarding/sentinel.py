@@ -45,8 +45,6 @@ class _Away:
     """The record of a tensor that is away.
 
     Attributes:
-        home: its class.
-        holdings: that it lies in.
         process: in which it was sent away.
         of: ``id`` of the tensor. Others may have its attributes; see [Note: Objects made meanwhile].
         counts: whether the tensor has a version counter.
@@ -184,11 +182,7 @@ def answered(name: str, stand_in: Callable[[Tensor], Tensor]) -> Iterator[None]:
 
 
 def touch(tensor: Tensor, what: str, *, writes: bool = False) -> None:
-    """Fences an arriving tensor; raises ``OffloadedError`` for one on the host, and in a child forked meanwhile.
-
-    Args:
-        writes: whether it is written to.
-    """
+    """Fences an arriving tensor; raises ``OffloadedError`` for one on the host, and in a child forked meanwhile."""
     record = tensor.__dict__.get(_RECORD)
     if record is not None and record.process != os.getpid():
         raise OffloadedError(_complaint_of_a_child(record, what))

@@ -51,7 +51,6 @@ class _Given:
     """A tensor of the image that was handed out.
 
     Attributes:
-        storage: of the tensor.
         address: of its first byte in the image.
         probe: shares the tensor's count of writes, and has no memory.
         holding: whose bytes the tensor has.
@@ -71,11 +70,7 @@ class _Given:
 
 
 class HostReader:
-    """Gives tensors of the host image in place of away tensors. See [Note: State dicts of the host image].
-
-    Args:
-        manager: whose image it is.
-    """
+    """Gives tensors of the host image in place of away tensors. See [Note: State dicts of the host image]."""
 
     def __init__(self, manager: Guarded) -> None:
         self._manager = manager

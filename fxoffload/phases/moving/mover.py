@@ -85,7 +85,6 @@ class Mover:
     """See [Note: Order of copies].
 
     Args:
-        image: the memory on the host.
         make_copies: the copy streams of a device; by default CUDA streams, or immediate copies on a CPU.
     """
 

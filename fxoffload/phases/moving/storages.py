@@ -45,13 +45,10 @@ class Holding:
 
     Attributes:
         storage: the storage itself, which stays the same object.
-        nbytes: its size.
-        device: where it lives.
         group: the first group it was found in.
         name: of the first tensor on it.
         owner: moves it.
         tensors: every known tensor on it, wrappers (DTensor) included.
-        where: see ``Where``.
         block: its place in the host image.
         event: of the last copy to the device.
         serial: of that copy; copies of one device arrive in this order. 0 for one that was not started.

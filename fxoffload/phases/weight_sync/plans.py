@@ -22,15 +22,7 @@ from fxoffload.phases.guarding.sentinel import untouched
 from fxoffload.phases.moving.storages import plain_tensors
 from fxoffload.phases.weight_sync.buckets import BucketPlan, plan_buckets
 from fxoffload.phases.weight_sync.saved import Saved, extra_bytes, facts_of, saved_models, saved_of, weights_of
-from fxoffload.phases.weight_sync.units import (
-    Entry,
-    Unit,
-    check_names,
-    clean_modules,
-    entries_of,
-    only,
-    units_of,
-)
+from fxoffload.phases.weight_sync.units import Entry, Unit, check_names, clean_modules, entries_of, only, units_of
 from fxoffload.torch_private.dtensors import is_dtensor, mesh_and_placements
 from fxoffload.torch_private.tensor_subclasses import is_traceable_wrapper_subclass
 

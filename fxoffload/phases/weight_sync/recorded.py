@@ -165,12 +165,8 @@ class _Made(NamedTuple):
     view: Tensor | None
 
 
-@dataclass(eq=False, slots=True)
-class _Done:
-    op: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    new_bytes: int
+class _Done(Call):
+    """The same, on tensors."""
 
 
 def _share_memory(first: Tensor, second: Tensor) -> bool:

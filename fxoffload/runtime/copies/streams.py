@@ -154,8 +154,6 @@ class _OnStream:
     """Makes a copy stream the current one, as torch.cuda.stream() does, with less host time: it runs for every segment.
 
     Args:
-        stream: the copy stream.
-        index: of its device.
         left: by thread: the outermost such block that it is in.
     """
 

@@ -44,7 +44,6 @@ class AllocatorHistory:
     """The allocations and frees of one device from now on, until ``end``.
 
     Args:
-        memory: reads the allocator.
         events: allocations and frees of the device since the record began, in their order. Raises
             ``AnothersRecord`` where it is no longer ours.
         stop: ends the record.
@@ -148,7 +147,6 @@ class AllocatorHistory:
         """Bytes that existed before the record began and were freed after this read: a step gives them back.
 
         Args:
-            memory: the read.
             stream: the handle of the stream that owns them; None: of any.
             without: addresses of memory that does not count.
 

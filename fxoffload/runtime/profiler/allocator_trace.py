@@ -96,8 +96,6 @@ class AllocatorTrace:
     """Reads of the allocator between two points.
 
     Attributes:
-        first: the first read.
-        last: the latest read.
         highest: most bytes allocated at a read.
         was_reset: whether the peak was reset in between, so that it no longer covers everything.
     """

@@ -40,7 +40,6 @@ class PooledEvents(Generic[_E]):
     """Events that are made once and recorded repeatedly.
 
     Args:
-        make: makes an event.
         usable: whether events can be recorded now.
     """
 
