@@ -379,7 +379,7 @@ class StepTracker:
                 if step is not None:
                     step.depart()
                 return
-            call.group = weakref.ref(group)
+            call.group, call.recording = weakref.ref(group), group.recording
             step.pending.append(call)
             if step.plan is not None:
                 if step.recording is not None and (token is None) == bool(step.plan.choices[call.place].variant):
@@ -425,6 +425,8 @@ class StepTracker:
             step.phase = "backward"
             step.pending.remove(call)
             step.running = call
+            recording, call.recording = call.recording, None
+            group.recording = group.recording or recording
             if step.recording is not None:
                 tracked.measure = partial(step.recording.begin, "backward", call.place)
             tracked.written.update(
