@@ -93,7 +93,7 @@ class Measured:
     @property
     def counted(self) -> int:
         """Steps that the first clock has counted."""
-        return self.clocks[0]._counted
+        return self.clocks[0]._counted.total()
 
 
 @contextmanager

@@ -562,9 +562,11 @@ def test_tokens_tell_whose_recording_it_is(single: Script) -> None:
         assert _backward(single, "a", group) is None, "retain_graph: once is enough"
 
 
-def test_calls_of_an_irregular_step_are_not_paired_without_tokens(single: Script) -> None:
-    """A call under hooks, or in a checkpoint's recompute, has no recording; its backward takes no other's."""
+def test_the_backward_of_an_unusual_call_takes_no_others_recording(single: Script) -> None:
+    """A call under hooks, or in a checkpoint's recompute, has none."""
     _forward(single, "a", moves=False)
+    _, other = _forward(single, "b", moves=False)
     single.play("hA")
     single.waiting.clear()
     assert _backward(single, "a") is None
+    assert _backward(single, "b") is other

@@ -122,19 +122,16 @@ class StepRecording:
         """A call begins: its recorder; None where the step does not count any more. Never raises."""
         at = len(self._recorders)
         expected = call if phase == "forward" else 2 * self._num_calls - 1 - call
-        if self._dropped or at != expected or self._num_ended != at:
+        is_planned = not self._dropped and at == expected and self._num_ended == at
+        if not is_planned or compiled_autograd_active() or not self._sources.events.usable():
             self.drop()
             return None
         earlier = self._recorders[-1] if at else None
+        if at == self._num_calls == 1:
+            self._has_turn = self._num_begun is not None and self._sources.num_begun() == self._num_begun
         try:
-            if compiled_autograd_active() or not self._sources.events.usable():
-                self.drop()
-                return None
             self._see_first()
             recorder = Recorder(self._sources, earlier, self._call_ended)
-            if at == 1 and self._num_calls == 1:
-                begun = self._sources.num_begun()
-                self._has_turn = begun is not None and begun == self._num_begun
         except Exception as error:
             self.drop()
             self._failed(error)

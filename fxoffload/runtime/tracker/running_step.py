@@ -249,8 +249,6 @@ class RunningStep:
         self.live_bytes.drop()
         self.drop_peak()
         self.end_recording()
-        for call in self.pending:
-            call.recording = None
 
     def complete(self) -> None:
         """Its last backward has returned."""

@@ -178,6 +178,9 @@ class StepTracker:
             if unusual:
                 if step is not None:
                     step.depart()
+                    for call in step.pending:
+                        if call.tracked() is tracked:  # Without tokens, its backward cannot be told from this one's.
+                            call.recording = None
                 return
             if self._hold is not None:
                 self._hold.drop_plain()
