@@ -9,7 +9,8 @@ from typing import Any
 from fxoffload.compiled_graph import CompiledGraph
 from fxoffload.compiler.replan import Replan
 from fxoffload.compiler.schedule_by_size import ScheduleBySize
-from fxoffload.runtime.profiler.segment_clock import SegmentClock
+from fxoffload.runtime.executor import reason_to_keep
+from fxoffload.runtime.profiler.step_clock import StepRecording
 from fxoffload.runtime.tracker.tracked_graph import TrackedGraph
 from fxoffload.runtime.variant import Variants
 from fxoffload.step.choice import Choice
@@ -17,7 +18,7 @@ from fxoffload.step.choice import Choice
 
 @dataclass(eq=False)
 class CallChoice:
-    """The choice of each call of a graph, and the clock that measures it.
+    """The choice of each call of a graph, and the recording of its step.
 
     The first of these that there is decides: a plan for the whole step, a schedule for the call's sizes, the graph's
     own plan, its policy. What the user asks for at run time outweighs all of them.
@@ -34,7 +35,7 @@ class CallChoice:
     variants: Variants
     order: Sequence[int]
     by_size: ScheduleBySize | None = None
-    replan: Replan[SegmentClock] | None = None
+    replan: Replan | None = None
     _is_told: bool = field(default=False, init=False)
     _is_in_order: bool = field(init=False)
 
@@ -55,14 +56,18 @@ class CallChoice:
             return chosen
         return replace(chosen, offload=[chosen.offload[i] for i in self.order])
 
-    def clock(self, args: list[Any]) -> SegmentClock | None:
-        """The clock for this call; None: it is not of the step that was planned, or is measured with that step."""
+    def step_begins(self, args: list[Any], choice: Choice) -> StepRecording | None:
+        """The recording of the step of this call alone. None: it is not of the step that was planned, is measured with
+        the other graphs of its step, or need not be measured."""
         replan = self.replan
         if self.tracked.followed is not None and not self._is_told:
             self._joins_a_step()
-        if replan is None or (self.by_size is not None and not self.by_size.is_planned(args)):
+        if replan is None or replan.clock is None or (self.by_size is not None and not self.by_size.is_planned(args)):
             return None
-        return replan.poll()
+        if choice.windows is None or reason_to_keep() is not None:
+            return None
+        # Sizes that vary from call to call are arguments.
+        return replan.step_begins(signature=(tuple(a for a in args if isinstance(a, int)), tuple(choice.offload)))
 
     def _joins_a_step(self) -> None:
         """The graph's own plan gives way to one for the step, which is measured instead."""

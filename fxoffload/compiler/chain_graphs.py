@@ -14,9 +14,9 @@ from fxoffload.compiler.fit import Signature
 from fxoffload.compiler.partitioning import Partitioning, PartitionSettings, step_of
 from fxoffload.compiler.pipeline import BackwardState, ForwardState
 from fxoffload.compiler.planning import GraphPlanning
-from fxoffload.compiler.replan import as_measured
 from fxoffload.compiler.variant_maker import PlannedVariant, VariantMaker, edges_at, with_all_inputs
 from fxoffload.errors import UnsupportedError
+from fxoffload.planner.as_measured import as_measured
 from fxoffload.planner.objective import Objective
 from fxoffload.planner.plan import Basis
 from fxoffload.planner.rates import ProfileRates

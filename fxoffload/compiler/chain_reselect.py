@@ -23,8 +23,8 @@ from fxoffload.compiler.chain_search import (
     saved_bytes,
 )
 from fxoffload.compiler.measured_chain import MeasuredChain, Times, measured_calls, ratios_of, scaled
-from fxoffload.compiler.replan import measured_step
 from fxoffload.compiler.variant_maker import PlannedVariant
+from fxoffload.planner.as_measured import measured_step
 from fxoffload.planner.chain import NO_EXTRA_MEMORY, Chain, with_turn
 from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.schedule import Schedule, Scheduler

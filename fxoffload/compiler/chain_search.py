@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from fxoffload.compiler.replan import measured_step
 from fxoffload.compiler.variant_maker import PlannedVariant, Points, VariantMaker
 from fxoffload.planner import solve
+from fxoffload.planner.as_measured import measured_step
 from fxoffload.planner.chain import NO_EXTRA_MEMORY, Chain, ExtraMemory, concatenate, with_turn
 from fxoffload.planner.chain_problem import chain_problem
 from fxoffload.planner.problem import Problem, Solution

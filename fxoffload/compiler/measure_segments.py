@@ -2,7 +2,7 @@
 
 Each distinct segment runs once to tune its kernels, as the first step would. It runs once more for its peak, where
 inputs die in it as they do in a step. Then all are timed (``time_segments``). The results are ``Readings``, as of real
-steps, and go the same way (``replan.Calibration``).
+steps, and go the same way (``GraphRecalibration``).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from fxoffload.compiler.batch_sizes import Sizes
 from fxoffload.compiler.chain_graphs import GraphDescription, descriptions_at
 from fxoffload.compiler.chain_planning import ChainPlanning
-from fxoffload.compiler.chain_replan import replan_for_chain
+from fxoffload.compiler.recalibrate_chain import replan_for_chain
 from fxoffload.plan_report.registry import PlanBox
 from fxoffload.runtime import background
 from fxoffload.runtime.engine import engine_for

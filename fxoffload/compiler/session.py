@@ -23,7 +23,6 @@ from fxoffload.compiled_graph import CompiledGraph, note_plain, register
 from fxoffload.compiler import told
 from fxoffload.compiler.batch_sizes import BatchSizes, depends_on_data
 from fxoffload.compiler.build import Builder
-from fxoffload.compiler.calibration import Recalibration
 from fxoffload.compiler.call_choice import CallChoice
 from fxoffload.compiler.callables import (
     counted,
@@ -58,15 +57,9 @@ from fxoffload.compiler.planning import (
     schedule_of_first_step,
     too_small,
 )
-from fxoffload.compiler.replan import (
-    Calibration,
-    Replan,
-    as_measured,
-    calibration_of,
-    measured_step,
-    replan_for,
-    shared,
-)
+from fxoffload.compiler.recalibrate_graph import GraphRecalibration, calibration_of, replan_for
+from fxoffload.compiler.recalibration import Recalibration
+from fxoffload.compiler.replan import Replan
 from fxoffload.compiler.returned import returned_by
 from fxoffload.compiler.schedule_by_size import ScheduleBySize, SizedPlan
 from fxoffload.compiler.size_variants import Range, plan_for_sizes
@@ -85,6 +78,7 @@ from fxoffload.passes.runner import PassEntry, run_passes
 from fxoffload.passes.tag_recompute import TagRecompute, TagReport
 from fxoffload.passes.unwrap_random import UnwrapRandom
 from fxoffload.plan_report.registry import PlanBox
+from fxoffload.planner.as_measured import as_measured, measured_step, shared
 from fxoffload.planner.objective import Objective
 from fxoffload.planner.rates import ProfileRates, rates_for
 from fxoffload.planner.schedule import Schedule, Scheduler
@@ -93,10 +87,9 @@ from fxoffload.planner.windows import no_windows
 from fxoffload.processes import processes_on_this_machine
 from fxoffload.progress import working
 from fxoffload.runtime.engine import engine_for
-from fxoffload.runtime.executor import backward_callable, forward_callable, no_clock
+from fxoffload.runtime.executor import backward_callable, forward_callable
 from fxoffload.runtime.host_memory.arena import block_bytes
 from fxoffload.runtime.layout import HookWatch
-from fxoffload.runtime.profiler.segment_clock import SegmentClock
 from fxoffload.runtime.tracker.own_plan import IS_PLAIN, OwnPlan
 from fxoffload.runtime.tracker.tracked_graph import TrackedGraph
 from fxoffload.runtime.variant import Variants
@@ -208,7 +201,7 @@ class CompileSession:
         self._objective = Objective.of(
             options.budget_bytes, options.max_slowdown, num_processes=processes_on_this_machine()
         )
-        self._replan: Replan[SegmentClock] | None = None
+        self._replan: Replan | None = None
         self.makes_zeros = False  # for gradients that nothing comes from; autograd is to pass None
         self._settled: Choice | None = None  # the plan, while the first step follows another schedule
         self._not_judged: list[Choice] = []  # that schedule
@@ -654,7 +647,7 @@ class CompileSession:
             calibration = self._calibration if self._replan is None else self._replan.calibration
             if calibration is not None:
                 calibration.control = tracked.control
-        forward = forward_callable(built.program, calls.decide, self._hooks, calls.clock, tracked, self._variants)
+        forward = forward_callable(built.program, calls.decide, self._hooks, calls.step_begins, tracked, self._variants)
         if self._plan_box is not None:
             forward = watching(forward, graph.outputs, self._num_user_outputs)
         return when_ready(forward, self._builder.pending)
@@ -718,7 +711,7 @@ class CompileSession:
         waiting = [] if self._settled is None else [self._settled]
         if self._plan_box is None and not outputs.zeros:
             return run
-        if waiting and replan is not None and isinstance(replan.calibration, Calibration):
+        if waiting and replan is not None and isinstance(replan.calibration, GraphRecalibration):
             replan.calibration.first = first
 
         def backward(args: list[Any]) -> Any:
@@ -747,12 +740,9 @@ class CompileSession:
         self._alike["backward"] = {name: id(call.fn) for name, call in state.modules.items()}
         self._plan_first(state)
         self._describe_for_chain(state, kwargs)
-        # Where sizes vary, the forward says which calls are measured.
-        replan = self._replan if self._sized is None else None
-        clock = no_clock if replan is None else lambda _: replan.clock
         forward.graph.outputs.zeros = zeros_of(gm)
         self.makes_zeros = bool(forward.graph.outputs.zeros)
-        run = backward_callable(program, self._hooks, clock, self._tracked, self._variants)
+        run = backward_callable(program, self._hooks, self._tracked, self._variants)
         return counted(self._settling(run), forward.graph)
 
     # -- before the first step ---------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from fxoffload.machine.estimate_error import EstimateError
@@ -106,6 +106,16 @@ class Prediction:
         """The prediction of a simulation."""
         return Prediction(**{name: getattr(simulation, name) for name in Prediction.__dataclass_fields__})
 
+    def scaled(self, ratio: float) -> Prediction:
+        """The same with all times multiplied: applies the measured ratio of one partition to another."""
+        return replace(
+            self,
+            step_ms=self.step_ms * ratio,
+            forward_ms=self.forward_ms * ratio,
+            backward_ms=self.backward_ms * ratio,
+            exposed_ms=self.exposed_ms * ratio,
+        )
+
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PlanData:
@@ -142,9 +152,9 @@ class PlanData:
         measured_peak_bytes: most bytes of steps not used to calibrate; None before there are any.
         measured_step_ms: their time; None before.
         measured_exposed_ms: time in them that compute waited for copies; None before.
-        between_steps_ms: of a step over several graphs: from its last one to the next step's first, as measured: the
-            optimizer, if it runs after each backward, and what the training loop and the model do there. In no
-            ``step_ms``. None: not measured yet.
+        between_steps_ms: from the last graph of a step to the next step's first, as measured: the optimizer, if it runs
+            after each backward, and what the training loop and the model do there. In no ``step_ms``. None: not
+            measured yet, or other graphs run there.
         measured_step: one of them, segment by segment; None before, and on a CPU, whose times predict nothing.
         breaks: of a plan ahead: what breaks the model into several graphs, place by place, and runs between them as it
             is. Its time and memory are not in the plan.

@@ -18,7 +18,7 @@ from fxoffload.counters import counters
 from fxoffload.runtime.engine import engine_for
 from fxoffload.runtime.layout import HookWatch
 from fxoffload.runtime.outer_program import OuterCall, OuterProgram
-from fxoffload.runtime.profiler.segment_clock import SegmentClock
+from fxoffload.runtime.profiler.step_clock import StepRecording
 from fxoffload.runtime.save_order import TurnWatch
 from fxoffload.runtime.tracker.tracked_graph import TrackedGraph
 from fxoffload.runtime.transfer import Group, Watch, slot_of
@@ -67,14 +67,8 @@ def _watches_of(args: Sequence[Any]) -> dict[int, Watch]:
     return found
 
 
-def no_clock(_args: list[Any]) -> SegmentClock | None:
-    """Nothing measures."""
+def _not_measured(_args: list[Any], _choice: Choice) -> StepRecording | None:
     return None
-
-
-def _sizes(args: list[Any]) -> tuple[int, ...]:
-    """Distinguishes calls of one graph: sizes that vary from call to call are arguments."""
-    return tuple(a for a in args if isinstance(a, int))
 
 
 def _settled(choice: Choice, program: OuterProgram, variants: Variants) -> tuple[Choice, Variant | None]:
@@ -98,13 +92,13 @@ def forward_callable(
     program: OuterProgram,
     decide: Callable[[list[Any]], Choice],
     hooks: HookWatch | None = None,
-    clock: Callable[[list[Any]], SegmentClock | None] = no_clock,
+    step_begins: Callable[[list[Any], Choice], StepRecording | None] = _not_measured,
     tracked: TrackedGraph | None = None,
     variants: Variants | None = None,
 ) -> Callable[[list[Any]], list[Any]]:
     """The function that AOTAutograd calls as the compiled forward. ``decide``: asked when a call begins, with its
-    arguments. ``hooks``, ``tracked``, ``variants``: shared with its backward. ``clock``: the clock for a call with
-    these arguments."""
+    arguments. ``hooks``, ``tracked``, ``variants``: shared with its backward. ``step_begins``: makes the
+    recording of the step of this call alone; see ``CallChoice``."""
     hooks = hooks or HookWatch()
     turn, graph = TurnWatch(), next(_GRAPHS)
     others = variants or Variants()
@@ -130,10 +124,9 @@ def forward_callable(
         )
         if keeps_turn:
             call.group.kept_turn_of = turn
-        measured = clock(args) if variant is None else None
-        if measured is not None and measured.measuring and choice.windows is not None:
-            group.clock = measured
-            call.recorder = group.recorder = measured.begin("forward", (_sizes(args), tuple(decisions)))
+        group.recording = step_begins(args, choice) if variant is None else None
+        if group.recording is not None:
+            call.recorder = group.recording.begin("forward")
         elif tracked is not None and tracked.measure is not None:
             call.recorder = tracked.recorder()
         if choice.paced:
@@ -158,12 +151,11 @@ def forward_callable(
 def backward_callable(
     program: OuterProgram,
     hooks: HookWatch | None = None,
-    clock: Callable[[list[Any]], SegmentClock | None] = no_clock,
     tracked: TrackedGraph | None = None,
     variants: Variants | None = None,
 ) -> Callable[[list[Any]], list[Any]]:
-    """The function that AOTAutograd calls as the compiled backward. ``hooks``, ``clock``, ``tracked``, ``variants``: as
-    of its forward."""
+    """The function that AOTAutograd calls as the compiled backward. ``hooks``, ``tracked``, ``variants``: as of its
+    forward."""
     hooks = hooks or HookWatch()
     others = variants or Variants()
 
@@ -191,9 +183,9 @@ def backward_callable(
         if tracked is not None:
             group = tracked.backward_begins(group, args)
         call = OuterCall(engine, runs.options, group, windows=group.windows, has_tokens=own is not None or bool(slots))
-        measured = (group.clock or clock(args)) if runs is program else None
-        if measured is not None and measured.measuring:
-            call.recorder = measured.begin("backward", (_sizes(args), ()), group.recorder)
+        recording, group.recording = group.recording, None
+        if recording is not None:
+            call.recorder = recording.begin("backward")
         elif tracked is not None and tracked.measure is not None:
             call.recorder = tracked.recorder()
         del slots, group, own
@@ -208,6 +200,8 @@ def backward_callable(
         results = runs.run(args, call)
         if call.recorder is not None:
             call.recorder.end()
+        if recording is not None:
+            recording.end()
         if tracked is not None:
             tracked.backward_ends(results)
         return results

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fxoffload.errors import TokenLostError
 from fxoffload.runtime.host_memory.arena import HostBlock
+from fxoffload.runtime.profiler.step_clock import StepRecording
 from fxoffload.step.choice import Windows
 
 _TOKEN_ATTRIBUTE = "_fxoffload_slot"
@@ -139,11 +140,10 @@ class Group:
         "__weakref__",
         "_needs",
         "_ranked",
-        "clock",
         "following",
         "graph",
         "kept_turn_of",
-        "recorder",
+        "recording",
         "stream",
         "takes_below",
         "windows",
@@ -158,8 +158,7 @@ class Group:
         self.graph = graph
         self.takes_below = False
         self.following: tuple[weakref.ref[Group], ...] | None = None
-        self.clock: Any = None  # that measures the forward call
-        self.recorder: Any = None  # of the forward call
+        self.recording: StepRecording | None = None  # of the step of this call alone, until its backward begins
 
     def add(self, rank: int, transfer: Transfer, *, sets_window: bool = True) -> None:
         """``rank``: place in the order in which the backward first uses saved values. ``sets_window``: whether its

@@ -12,9 +12,8 @@
 - Only host time that the device notices is added. Reading the allocator takes tens of microseconds, outside the
   brackets; a device that lags the host sees none of it.
 
-- The time of a phase runs from its begin to its end on the compute stream, waits included: the simulator's
-  ``forward_ms``. The simulator's ``backward_ms`` begins at the forward's end, the measured one where the backward graph
-  begins. Code that the user runs between them (a loss outside of the graph) is in neither: ``turn_ms`` has it.
+- The time of a phase runs from its begin to its end on the compute stream, waits included. Code that the user runs
+  between forward and backward (a loss outside of the graph) is the forward's last segment, ``TURN``.
 """
 
 from __future__ import annotations
@@ -40,10 +39,7 @@ class Sample:
         live_after: bytes allocated after each segment.
         peaks: most bytes allocated while each segment ran; None where that is not known.
         temp_bytes: most bytes while each segment ran, above those when it began; None where that is not known.
-        gap_peaks: of a chain, most bytes between two calls, by the empty segment that stands there; None where that is
-            not known.
-        turn_ms: of a backward, from the end of its forward to its beginning; None where that is not known.
-        turn_peak: most bytes between the two, or None.
+        gap_peaks: most bytes between two calls, by the empty segment that stands there; None where that is not known.
         peak: most bytes from the beginning of the forward to the end of this call, or None.
         bounds: at least and at most the same, or None.
         after_step_ms: of a forward, from the last call of the step before to its beginning; None where that is not
@@ -57,8 +53,6 @@ class Sample:
     peaks: dict[str, int | None] = field(default_factory=dict)
     temp_bytes: dict[str, int | None] = field(default_factory=dict)
     gap_peaks: dict[str, int | None] = field(default_factory=dict)
-    turn_ms: float | None = None
-    turn_peak: int | None = None
     begin_ms: dict[str, float] = field(default_factory=dict)
     peak: int | None = None
     bounds: tuple[int, int] | None = None
@@ -119,26 +113,17 @@ class Readings:
         return {p: _largest(s.temp_bytes for s in found) for p, found in self.samples.items()}
 
     def gap_peaks(self) -> dict[str, int]:
-        """Most bytes between two calls of a chain, above those at the beginning of the forward, by the empty segment
+        """Most bytes between two calls of a step, above those at the beginning of the forward, by the empty segment
         that stands there. Gaps whose peak is not known are missing. The peak of the process rises mostly in a plan's
         first step."""
         found = _largest((*(s.gap_peaks for of in self.samples.values() for s in of), *self.skipped_gaps))
         return {name: peak for name, peak in found.items() if peak is not None}
-
-    def turn_ms(self) -> float | None:
-        """Milliseconds from the end of a forward to the beginning of its backward: the median; None: not known."""
-        found = [s.turn_ms for s in self.samples["backward"] if s.turn_ms is not None]
-        return statistics.median(found) if found else None
 
     def between_steps_ms(self) -> float | None:
         """Milliseconds from the end of a step's last call to the beginning of the next step's first one: the median;
         None: not known."""
         found = [s.after_step_ms for s in self.samples.get("forward", ()) if s.after_step_ms is not None]
         return statistics.median(found) if found else None
-
-    def turn_peak(self) -> int | None:
-        """Most bytes between the two, above those at the beginning of the forward; None where that is not known."""
-        return max((s.turn_peak for s in self.samples["backward"] if s.turn_peak is not None), default=None)
 
     def peak_bytes(self) -> int | None:
         """Most bytes allocated from the beginning of a forward to the end of its backward, above those at that

@@ -17,9 +17,10 @@ import torch
 import fxoffload
 from fxoffload import BudgetError, Plan
 from fxoffload.compiler import chain_planning, plan_ahead, plan_chain, planning, session
-from fxoffload.compiler.chain_replan import ChainRecalibration, ChainReplan
 from fxoffload.compiler.measuring import Allowance
-from fxoffload.compiler.replan import Calibration, Replan
+from fxoffload.compiler.recalibrate_chain import ChainRecalibration
+from fxoffload.compiler.recalibrate_graph import GraphRecalibration
+from fxoffload.compiler.replan import Replan
 from fxoffload.machine import op_times
 from fxoffload.machine.meters import HostMeter, Work
 from fxoffload.planner.chain import Chain
@@ -32,9 +33,8 @@ from fxoffload.runtime.copies.streams import HostCopies, Wait
 from fxoffload.runtime.engine import Budgets, CopyEngine, engine_for
 from fxoffload.runtime.host_memory.arena import HeapMemory, HostArena, HostBlock
 from fxoffload.runtime.profiler.allocator_trace import Block, Memory
-from fxoffload.runtime.profiler.chain_clock import ChainClock
 from fxoffload.runtime.profiler.first_arguments import OnOtherStreams
-from fxoffload.runtime.profiler.segment_clock import SegmentClock
+from fxoffload.runtime.profiler.step_clock import StepClock
 from fxoffload.runtime.profiler.stream_events import host_events
 from fxoffload.runtime.transfer import Group, Transfer, Watch
 from fxoffload.step.choice import Choice
@@ -145,18 +145,18 @@ def measured(tick_ms: float) -> Iterator[None]:
         place = {c.name: i for i, c in enumerate(planned.partitioning.step.candidates)}
         order = [place[c.name] for c in graph.saved.candidates]
         return Replan(
-            Calibration(graph, planned, box, objective, order, alike, pin),
+            GraphRecalibration(graph, planned, box, objective, order, alike, pin),
             box,
-            make_clock=lambda: SegmentClock(skip=1, count=2, events=events()),
+            make_clock=lambda: StepClock(skip=1, count=2, events=events()),
             in_background=False,
         )
 
     def of_step(planned: Any, schedule: Any, graphs: Any, box: Any) -> Any:
-        return ChainReplan(
+        return Replan(
             ChainRecalibration(planned, schedule, graphs[0], box),
             box,
             graphs,
-            make_clock=lambda: ChainClock(len(graphs), skip=1, count=2, events=events()),
+            make_clock=lambda: StepClock(len(graphs), skip=1, count=2, events=events()),
             in_background=False,
         )
 

@@ -22,10 +22,12 @@ from hypothesis import given, settings
 from torch import Tensor
 
 import fxoffload
-from fxoffload.compiler import chain_graphs, chain_planning, chain_replan, plan_chain, replan
-from fxoffload.compiler.calibration import Recalibration
-from fxoffload.compiler.chain_replan import ChainRecalibration, ChainReplan, as_compiled, with_turn
+from fxoffload.compiler import chain_graphs, chain_planning, plan_chain, recalibrate_chain
+from fxoffload.compiler.recalibrate_chain import ChainRecalibration, as_compiled, with_turn
+from fxoffload.compiler.recalibration import Recalibration
+from fxoffload.compiler.replan import Replan
 from fxoffload.planner import pacing
+from fxoffload.planner.as_measured import measured_step
 from fxoffload.planner.chain import concatenate
 from fxoffload.planner.link import ConstantRates
 from fxoffload.planner.schedule import Schedule
@@ -33,7 +35,7 @@ from fxoffload.planner.simulate import Simulation, simulate
 from fxoffload.planner.steps import TrainingStep
 from fxoffload.planner.windows import no_windows, windows_for
 from fxoffload.runtime.engine import CopyEngine, engine_for
-from fxoffload.runtime.profiler.chain_clock import ChainClock, StepRecording
+from fxoffload.runtime.profiler.step_clock import StepClock, StepRecording
 from fxoffload.runtime.profiler.stream_events import PooledEvents, host_events
 from fxoffload.runtime.tracker.step_tracker import StepTracker
 from fxoffload.step.readings import Readings
@@ -61,8 +63,8 @@ class Measured:
     def __init__(self, tick_ms: float = 1.0, *, count: int = 2, in_background: bool = False) -> None:
         self.tick_ms, self.count, self.in_background = tick_ms, count, in_background
         self.now = 0.0
-        self.followers: list[ChainReplan] = []
-        self.clocks: list[ChainClock] = []
+        self.followers: list[Replan] = []
+        self.clocks: list[StepClock] = []
         self.events: list[PooledEvents[Any]] = []
         self.planning: list[Any] = []
 
@@ -70,14 +72,14 @@ class Measured:
         self.now += self.tick_ms
         return self.now
 
-    def _clock(self, num_calls: int) -> ChainClock:
+    def _clock(self, num_calls: int) -> StepClock:
         self.events.append(host_events(self._time))
-        self.clocks.append(ChainClock(num_calls, skip=1, count=self.count, events=self.events[-1]))
+        self.clocks.append(StepClock(num_calls, skip=1, count=self.count, events=self.events[-1]))
         return self.clocks[-1]
 
-    def follow(self, planning: Any, schedule: Schedule, tracked_graphs: Any, box: Any) -> ChainReplan:
+    def follow(self, planning: Any, schedule: Schedule, tracked_graphs: Any, box: Any) -> Replan:
         calibration = ChainRecalibration(planning, schedule, tracked_graphs[0], box)
-        found = ChainReplan(
+        found = Replan(
             calibration,
             box,
             tracked_graphs,
@@ -91,7 +93,7 @@ class Measured:
     @property
     def counted(self) -> int:
         """Steps that the first clock has counted."""
-        return self.clocks[0]._counted
+        return self.clocks[0]._counted.total()
 
 
 @contextmanager
@@ -305,7 +307,7 @@ def test_no_more_than_the_host_has_room_for() -> None:
 def test_what_is_recomputed_is_chosen_anew_with_measured_times(thought: float) -> None:
     """Steps that take longer than predicted hide more copies: as many as the host has room for."""
     plain = kept()
-    nothing = mock.patch.object(chain_replan, "reselect_variants", return_value=None)
+    nothing = mock.patch.object(recalibrate_chain, "reselect_variants", return_value=None)
     with measured(1.0) as time, estimated(thought), nothing as choose:
         with first_plan(every_other):
             run = recorded(MODELS["stack"], activation_budget="1GiB", steps=3)
@@ -422,7 +424,7 @@ def a_slower_link(description: float = 1e-3) -> Iterator[list[float]]:
         thought.append(rates.link[0])
         return rates.reaching(0.99, 0.99) if rates.link[0] < 1.0 else rates.reaching(description, description)
 
-    with mock.patch.object(chain_replan, "fit_link", fit_link):
+    with mock.patch.object(recalibrate_chain, "fit_link", fit_link):
         yield thought
 
 
@@ -431,12 +433,12 @@ def test_calls_recompute_more_where_copies_are_slow() -> None:
     """Two calls run a variant, and more of them are to."""
     plain = kept()
     budget = test_chain_planning.in_between()
-    chosen = mock.Mock(wraps=chain_replan.reselect_variants)
+    chosen = mock.Mock(wraps=recalibrate_chain.reselect_variants)
     with (
         measured(1e-3) as time,
         a_slower_link() as thought,
         first_plan(two_of_them, budget),
-        mock.patch.object(chain_replan, "reselect_variants", chosen),
+        mock.patch.object(recalibrate_chain, "reselect_variants", chosen),
     ):
         run = recorded(MODELS["stack"], activation_budget=budget, steps=3)
         run.step()
@@ -465,7 +467,7 @@ def test_what_took_longer_than_before_is_taken_back() -> None:
     """Steps of the new choice take three times as long as those before."""
     plain = kept()
     budget = test_chain_planning.in_between()
-    step_ms, chosen = Readings.step_ms, mock.Mock(wraps=chain_replan.reselect_variants)
+    step_ms, chosen = Readings.step_ms, mock.Mock(wraps=recalibrate_chain.reselect_variants)
 
     def slower(readings: Readings) -> Any:
         return {phase: ms * (3 if chosen.called else 1) for phase, ms in step_ms(readings).items()}
@@ -474,7 +476,7 @@ def test_what_took_longer_than_before_is_taken_back() -> None:
         measured(1e-3) as time,
         a_slower_link(),
         first_plan(two_of_them, budget),
-        mock.patch.object(chain_replan, "reselect_variants", chosen),
+        mock.patch.object(recalibrate_chain, "reselect_variants", chosen),
         mock.patch.object(Readings, "step_ms", slower),
     ):
         run = recorded(MODELS["stack"], activation_budget=budget, steps=3)
@@ -509,7 +511,7 @@ def test_calls_recompute_more_where_working_sets_exceed_the_budget(exceeded: boo
     torch.compiler.reset()
     budget = fits + room + (0 if exceeded else extra)
     before = {p.graph for p in fxoffload.plans()}
-    step_ms, chosen = Readings.step_ms, mock.Mock(wraps=chain_replan.reselect_variants)
+    step_ms, chosen = Readings.step_ms, mock.Mock(wraps=recalibrate_chain.reselect_variants)
 
     def slower(readings: Readings) -> Any:
         return {phase: ms * (1.5 if chosen.called else 1) for phase, ms in step_ms(readings).items()}
@@ -517,8 +519,8 @@ def test_calls_recompute_more_where_working_sets_exceed_the_budget(exceeded: boo
     with (
         measured(1e-3) as time,
         first_plan(two_of_them, moves=False),
-        mock.patch.object(chain_replan, "shared", larger),
-        mock.patch.object(chain_replan, "reselect_variants", chosen),
+        mock.patch.object(recalibrate_chain, "shared", larger),
+        mock.patch.object(recalibrate_chain, "reselect_variants", chosen),
         mock.patch.object(Readings, "step_ms", slower),
         warnings.catch_warnings(record=True) as caught,
     ):
@@ -604,7 +606,7 @@ def test_what_is_hardly_better_is_left_alone(gain: float, changes: bool) -> None
     """Half a hundredth of the step is enough: what turns out worse is taken back."""
     plain = kept()
     budget = test_chain_planning.in_between()
-    reselect_variants = chain_replan.reselect_variants
+    reselect_variants = recalibrate_chain.reselect_variants
 
     def better_by(*args: Any) -> Any:
         found = reselect_variants(*args)
@@ -612,7 +614,7 @@ def test_what_is_hardly_better_is_left_alone(gain: float, changes: bool) -> None
         simulation = replace(found.schedule.simulation, forward_ms=1e-6 * (1 - gain), backward_ms=0.0)
         return replace(found, schedule=replace(found.schedule, simulation=simulation), now_ms=1e-6)
 
-    again = mock.patch.object(chain_replan, "reselect_variants", better_by)
+    again = mock.patch.object(recalibrate_chain, "reselect_variants", better_by)
     with measured(1e-3) as time, a_slower_link(), again, warnings.catch_warnings():
         warnings.filterwarnings("error", message="fxoffload could not")
         with first_plan(two_of_them, budget):
@@ -628,7 +630,7 @@ def test_a_failure_leaves_what_moves_as_it_was_measured() -> None:
     with (
         measured(1e-3) as time,
         a_slower_link(),
-        mock.patch.object(chain_replan, "reselect_variants", test_chain_planning._raise),
+        mock.patch.object(recalibrate_chain, "reselect_variants", test_chain_planning._raise),
     ):
         with first_plan(every_other):
             run = recorded(MODELS["stack"], activation_budget="1GiB", steps=3)
@@ -668,7 +670,7 @@ def test_working_sets_that_exceed_the_budget(extra: int) -> None:
     def larger(_: Any, alike: Any) -> Any:
         return {"backward": dict.fromkeys(alike["backward"], extra)}
 
-    with measured(1e-3), mock.patch.object(chain_replan, "shared", larger):
+    with measured(1e-3), mock.patch.object(recalibrate_chain, "shared", larger):
         run = recorded(MODELS["stack"], activation_budget=budget, disable=("tape_recompute",), steps=5)
         before = the_plan()
         assert before.calibrated is None and before.predicted_peak_bytes <= budget
@@ -833,9 +835,9 @@ def test_steps_that_are_not_the_chain_are_not_measured(odd: Callable[[Run], None
         plan = the_plan()
         assert plan.calibrated is not None
         assert plan.calibrated.step_ms == pytest.approx(segments_of(plan) + CALLS - 1)
-        samples = time.clocks[0]._samples
-        assert len(samples) == 3
-        assert max(ms for both in samples for s in both for ms in s.segment_ms.values()) == 1.0
+        samples = time.clocks[0].readings().samples
+        assert [len(of_phase) for of_phase in samples.values()] == [3, 3]
+        assert max(ms for of_phase in samples.values() for s in of_phase for ms in s.segment_ms.values()) == 1.0
 
 
 @pytest.mark.slow
@@ -885,11 +887,11 @@ def test_it_lets_go_where_one_of_its_graphs_is_gone() -> None:
     places = StepTracker(dict, in_background=False)
     tracked_graphs = [places.track() for _ in range(3)]
     calibration = SimpleNamespace()
-    observer = ChainReplan(
+    observer = Replan(
         calibration,  # type: ignore[arg-type]
         None,  # type: ignore[arg-type]
         tuple(weakref.ref(s) for s in tracked_graphs),
-        make_clock=lambda: ChainClock(3, skip=0, events=host_events()),
+        make_clock=lambda: StepClock(3, skip=0, events=host_events()),
     )
     assert observer.step_begins() is not None
     held = weakref.ref(tracked_graphs[0])
@@ -951,7 +953,7 @@ def test_the_cpu_and_a_piece_that_is_off_are_not_followed() -> None:
 
     def follow(planning: Any, *args: Any) -> None:
         seen.append(planning.calibrates)
-        assert chain_replan.replan_for_chain(planning, *args) is None
+        assert recalibrate_chain.replan_for_chain(planning, *args) is None
 
     with mock.patch.object(plan_chain, "replan_for_chain", follow):
         for changes in ({}, {"disable": ("calibration",)}):
@@ -959,7 +961,7 @@ def test_the_cpu_and_a_piece_that_is_off_are_not_followed() -> None:
             recorded(MODELS["stack"], activation_budget="1GiB", steps=3, **changes)
     assert seen == [True, False]
     gpu: Any = SimpleNamespace(device=torch.device("cuda"), calibrates=False)
-    assert chain_replan.replan_for_chain(gpu, None, (), None) is None  # type: ignore[arg-type]
+    assert recalibrate_chain.replan_for_chain(gpu, None, (), None) is None  # type: ignore[arg-type]
 
 
 def test_a_budget_is_that_of_the_graphs_and_what_runs_between_them() -> None:
@@ -1019,7 +1021,7 @@ def test_what_graphs_would_take_as_they_were_compiled() -> None:
         "backward": {"call 1/b0": 7.0, "call 1/b1": 8.0, "call 0/backward entry": 0.25, "call 0/b0": 9.0},
     }
     found = as_compiled(compiled, ran, [False, True], ["one", "another"], ms)
-    step = replan.measured_step(with_turn(compiled.step), found)
+    step = measured_step(with_turn(compiled.step), found)
     assert [(s.name, s.ms) for s in step.forward] == [
         ("call 0/entry", 0.0),
         ("call 0/f", 7.0),
@@ -1061,9 +1063,9 @@ def test_the_clock_knows_what_other_streams_held_before_the_first_call(records: 
     """And whether it may have the allocator record."""
     asked: list[Any] = []
 
-    def clock(device: torch.device, num_calls: int, *, records: bool, **left: int) -> ChainClock:
+    def clock(device: torch.device, num_calls: int, *, records: bool, **left: int) -> StepClock:
         asked.append((device, num_calls, left, records))
-        return ChainClock(num_calls, events=host_events())
+        return StepClock(num_calls, events=host_events())
 
     cuda = torch.device("cuda")
     planning: Any = SimpleNamespace(
@@ -1079,7 +1081,7 @@ def test_the_clock_knows_what_other_streams_held_before_the_first_call(records: 
     tracked_graphs = [engine_for(CPU).calls.track() for _ in range(3)]
     schedule: Any = None
     box: Any = None
-    with mock.patch.object(chain_replan, "chain_clock_for", clock):
-        observer = chain_replan.replan_for_chain(planning, schedule, tuple(map(weakref.ref, tracked_graphs)), box)
+    with mock.patch.object(recalibrate_chain, "step_clock_for", clock):
+        observer = recalibrate_chain.replan_for_chain(planning, schedule, tuple(map(weakref.ref, tracked_graphs)), box)
     assert observer is not None
     assert asked == [(cuda, 3, {"left_bytes": 77, "first_bytes": 5}, records)]

@@ -21,7 +21,7 @@ from fxoffload.planner.steps import SegmentStep, StorageInfo, TrainingStep
 from fxoffload.planner.windows import no_windows, windows_for
 from fxoffload.runtime.engine import engine_for
 from fxoffload.runtime.profiler.allocator_trace import Memory
-from fxoffload.runtime.profiler.chain_clock import ChainClock
+from fxoffload.runtime.profiler.step_clock import StepClock
 from fxoffload.runtime.profiler.stream_events import host_events
 from fxoffload.step.readings import Readings, Sample
 from fxoffload.step.segment_names import TURN, entry_of
@@ -158,7 +158,7 @@ class Counter:
 
 
 def _run(
-    clock: ChainClock,
+    clock: StepClock,
     counter: Counter,
     between: list[int],
     *,
@@ -190,9 +190,9 @@ def _run(
 def test_a_gap_is_seen_where_the_peak_rises_in_it() -> None:
     """In the first step, of which nothing else counts: something was compiled in it. Later the same peak hides it."""
     counter, epoch = Counter(), [0]
-    clock = ChainClock(2, skip=1, count=2, events=host_events(), memory=counter.read, epoch=lambda: epoch[0])
+    clock = StepClock(2, skip=1, count=2, events=host_events(), memory=counter.read, epoch=lambda: epoch[0])
     _run(clock, counter, [10, 6000, 6500], compiles=epoch)
-    assert clock._counted == 0
+    assert not clock._counted
     _run(clock, counter, [10, 6000, 6500])
     _run(clock, counter, [10, 6000, 6500])
     assert clock.ready()
@@ -207,7 +207,7 @@ def test_a_gap_is_seen_where_the_peak_rises_in_it() -> None:
 def test_a_gap_in_which_something_is_compiled_tells_nothing() -> None:
     """A loss of its own, say: what tunes its kernels comes once."""
     counter, epoch = Counter(), [0]
-    clock = ChainClock(2, skip=1, count=1, events=host_events(), memory=counter.read, epoch=lambda: epoch[0])
+    clock = StepClock(2, skip=1, count=1, events=host_events(), memory=counter.read, epoch=lambda: epoch[0])
     _run(clock, counter, [10, 9000, 9500], between_compiles=(1, epoch))
     _run(clock, counter, [10, 10, 10])
     assert clock.ready()
@@ -216,7 +216,7 @@ def test_a_gap_in_which_something_is_compiled_tells_nothing() -> None:
 
 def test_a_gap_in_a_step_that_counts() -> None:
     counter = Counter()
-    clock = ChainClock(2, skip=0, count=1, events=host_events(), memory=counter.read)
+    clock = StepClock(2, skip=0, count=1, events=host_events(), memory=counter.read)
     _run(clock, counter, [7000, 10, 10])
     assert clock.ready() and clock.readings().gap_peaks() == {entry_of("forward", 1): 7100}
 
@@ -224,7 +224,7 @@ def test_a_gap_in_a_step_that_counts() -> None:
 def test_what_was_gathered_for_the_step_counts_in_gaps() -> None:
     """As in everything else: above the bytes that are there whether the step runs or not."""
     counter = Counter()
-    clock = ChainClock(2, skip=0, count=1, events=host_events(), memory=counter.read)
+    clock = StepClock(2, skip=0, count=1, events=host_events(), memory=counter.read)
     gathered = torch.ones(16)
     begin_step = clock.begin_step
 
@@ -243,7 +243,7 @@ def test_what_was_gathered_for_the_step_counts_in_gaps() -> None:
 
 def test_steps_that_are_no_chain_tell_nothing_of_gaps() -> None:
     counter = Counter()
-    clock = ChainClock(2, skip=1, count=1, events=host_events(), memory=counter.read)
+    clock = StepClock(2, skip=1, count=1, events=host_events(), memory=counter.read)
     step = clock.begin_step()
     assert step is not None and step.only_gaps
     recorder = step.begin("forward", 0)
@@ -257,7 +257,7 @@ def test_steps_that_are_no_chain_tell_nothing_of_gaps() -> None:
 
 
 def test_without_an_allocator_skipped_steps_are_not_recorded() -> None:
-    clock = ChainClock(2, skip=1, count=1, events=host_events())
+    clock = StepClock(2, skip=1, count=1, events=host_events())
     assert clock.begin_step() is None
 
 
@@ -265,7 +265,7 @@ def test_a_gap_is_known_from_a_record_where_the_process_has_had_more() -> None:
     """The record is of the first step alone, and ends with its last backward."""
     allocator = Allocator()
     events = host_events()
-    clock = ChainClock(2, skip=1, count=1, events=events, memory=allocator.read, history=allocator.history)
+    clock = StepClock(2, skip=1, count=1, events=events, memory=allocator.read, history=allocator.history)
     base = allocator.allocated
     step = clock.begin_step()
     assert step is not None and allocator.events is not None
@@ -298,7 +298,7 @@ def test_a_gap_is_known_from_a_record_where_the_process_has_had_more() -> None:
 
 def test_a_record_of_a_step_that_is_no_chain_ends_with_it() -> None:
     allocator = Allocator()
-    clock = ChainClock(2, skip=1, count=1, events=host_events(), memory=allocator.read, history=allocator.history)
+    clock = StepClock(2, skip=1, count=1, events=host_events(), memory=allocator.read, history=allocator.history)
     step = clock.begin_step()
     assert step is not None and allocator.events is not None
     assert step.begin("backward", 0) is None
@@ -351,9 +351,9 @@ class Rehearsed(Measured):
         self.peak = max(self.peak, now)
         return Memory(now, self.peak)
 
-    def _clock(self, num_calls: int) -> ChainClock:
+    def _clock(self, num_calls: int) -> StepClock:
         self.events.append(host_events(self._time))
-        self.clocks.append(ChainClock(num_calls, skip=1, count=2, events=self.events[-1], memory=self.read))
+        self.clocks.append(StepClock(num_calls, skip=1, count=2, events=self.events[-1], memory=self.read))
         return self.clocks[-1]
 
 

@@ -19,18 +19,20 @@ import torch
 from torch import Tensor, nn
 
 import fxoffload
-from fxoffload.compiler import replan, session
+from fxoffload.compiler import recalibrate_graph, session
 from fxoffload.compiler.partitioning import Partitioning
 from fxoffload.compiler.planning import GraphPlanning, Planning
-from fxoffload.compiler.replan import Calibration, Replan, as_measured, measured_step, scale, shared
+from fxoffload.compiler.recalibrate_graph import GraphRecalibration
+from fxoffload.compiler.replan import Replan
 from fxoffload.plan_report.plan import Plan
 from fxoffload.plan_report.registry import PlanBox
 from fxoffload.plan_report.summary import aim_of
 from fxoffload.planner import TrainingStep
+from fxoffload.planner.as_measured import as_measured, measured_step, shared
 from fxoffload.planner.objective import Objective
 from fxoffload.planner.plan import NO_GRAPH, Prediction
 from fxoffload.planner.schedule import Schedule, Scheduler
-from fxoffload.runtime.profiler.segment_clock import SegmentClock
+from fxoffload.runtime.profiler.step_clock import StepClock
 from fxoffload.runtime.profiler.stream_events import host_events
 from fxoffload.runtime.tracker.outputs import Outputs
 from fxoffload.step.segment_names import TURN
@@ -49,7 +51,7 @@ class FakeClock:
         self.ms, self.temp = ms, temp or {"forward": {}, "backward": {}}
         self.is_ready = True
         self.measuring = False
-        self.turn: tuple[float | None, int | None] = None, None
+        self.turn_peak: int | None = None
 
     def ready(self) -> bool:
         return self.is_ready
@@ -72,14 +74,11 @@ class FakeClock:
     def peak_bytes(self) -> int:
         return 123
 
-    def turn_ms(self) -> float | None:
-        return self.turn[0]
-
     def between_steps_ms(self) -> float:
         return 7.0
 
-    def turn_peak(self) -> int | None:
-        return self.turn[1]
+    def gap_peaks(self) -> dict[str, int]:
+        return {} if self.turn_peak is None else {TURN: self.turn_peak}
 
 
 def times(step: TrainingStep, factor: float = 1.0) -> dict[str, dict[str, float]]:
@@ -125,7 +124,7 @@ class Followed:
             self.made += 1
             return clocks[self.made - 1]
 
-        calibration = Calibration(
+        calibration = GraphRecalibration(
             self.graph,  # type: ignore[arg-type]
             GraphPlanning(None, found, self.scheduler, plan),  # type: ignore[arg-type]
             self.box,
@@ -203,7 +202,7 @@ def test_the_budget_is_kept() -> None:
     slow_forward = {"forward": times(step, 3.0)["forward"], "backward": times(step, 0.2)["backward"]}
     temp: dict[str, dict[str, int | None]] = {"forward": {"f7": 6 * MIB}, "backward": {"b7": 12 * MIB, "b0": None}}
     followed = Followed(Objective(budget), [FakeClock(slow_forward, temp), FakeClock(slow_forward)], step)
-    with mock.patch.object(replan, "shared", lambda sizes, alike: sizes):
+    with mock.patch.object(recalibrate_graph, "shared", lambda sizes, alike: sizes):
         followed.replan.poll()
     plan = followed.box.plan
     assert plan.calibrated is not None
@@ -214,7 +213,8 @@ def test_the_budget_is_kept() -> None:
 def test_a_loss_in_eager_code_is_part_of_the_step() -> None:
     step = chain(8, 8 * MIB)
     clocks = [FakeClock(times(step)), FakeClock(times(step))]
-    clocks[0].turn = clocks[1].turn = 3.0, 400 * MIB
+    for clock in clocks:
+        clock.ms["forward"][TURN], clock.turn_peak = 3.0, 400 * MIB
     followed = Followed(Objective(None, 0.02), clocks, step)
     before = followed.box.plan
     followed.replan.poll()
@@ -235,7 +235,7 @@ def test_a_loss_in_eager_code_is_part_of_the_step() -> None:
 def test_a_short_turn_is_left_out() -> None:
     step = chain(8, 8 * MIB)
     clock = FakeClock(times(step))
-    clock.turn = 0.01, 8 * MIB
+    clock.ms["forward"][TURN], clock.turn_peak = 0.01, 8 * MIB
     followed = Followed(Objective(None, 0.02), [clock, clock], step)
     followed.replan.poll()
     assert followed.box.plan.calibrated == followed.box.plan.predicted
@@ -260,8 +260,8 @@ def test_only_once_and_then_it_is_measured() -> None:
     assert followed.replan.poll() is first  # type: ignore[comparison-overlap]
     assert followed.box.plan.calibrated is None
     first.is_ready = True
-    recalibrate = Calibration.recalibrate
-    with mock.patch.object(Calibration, "recalibrate", autospec=True, side_effect=recalibrate) as again:
+    recalibrate = GraphRecalibration.recalibrate
+    with mock.patch.object(GraphRecalibration, "recalibrate", autospec=True, side_effect=recalibrate) as again:
         assert followed.replan.poll() is second  # type: ignore[comparison-overlap]
         planned, calibrated = followed.graph.planned, followed.box.plan.calibrated
         assert followed.box.plan.measured_step_ms is None
@@ -349,8 +349,8 @@ def test_segments_of_one_code_share_what_was_measured() -> None:
 
 def test_scale() -> None:
     keep = Prediction.of(Scheduler(chain(2), rates()).keep_all())
-    assert scale(keep, 2.0).step_ms == 2 * keep.step_ms
-    assert scale(keep, 2.0).peak_bytes == keep.peak_bytes
+    assert keep.scaled(2.0).step_ms == 2 * keep.step_ms
+    assert keep.scaled(2.0).peak_bytes == keep.peak_bytes
 
 
 # -- compiled graphs ---------------------------------------------------------------------------------------------------
@@ -371,9 +371,9 @@ def following(watch: Callable[[GraphPlanning], object] = lambda planned: None) -
         place = {c.name: i for i, c in enumerate(planned.partitioning.step.candidates)}
         order = [place[c.name] for c in graph.saved.candidates]
         observer = Replan(
-            Calibration(graph, planned, box, objective, order, alike, pin),
+            GraphRecalibration(graph, planned, box, objective, order, alike, pin),
             box,
-            make_clock=lambda: SegmentClock(skip=1, count=2, events=host_events(lambda: float(next(now)))),
+            make_clock=lambda: StepClock(skip=1, count=2, events=host_events(lambda: float(next(now)))),
             in_background=False,
         )
         followers.append(observer)
@@ -472,4 +472,4 @@ def test_partitionings_are_let_go_once_their_code_is_there_where_nothing_is_plan
 
 def test_the_cpu_is_not_followed() -> None:
     device = torch.device("cpu")
-    assert replan.replan_for(None, None, None, None, {}, device, None) is None  # type: ignore[arg-type]
+    assert recalibrate_graph.replan_for(None, None, None, None, {}, device, None) is None  # type: ignore[arg-type]

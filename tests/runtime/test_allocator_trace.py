@@ -1,4 +1,4 @@
-"""Reading the allocator. Traces are tested through the clock, in ``test_segment_clock``."""
+"""Reading the allocator. Traces are tested through the clock, in ``test_step_clock``."""
 
 from __future__ import annotations
 

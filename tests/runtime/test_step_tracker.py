@@ -514,3 +514,59 @@ def test_transitions() -> None:
     assert after(StepState.IRREGULAR, StepEvent.COMPLETES) is StepState.IRREGULAR
     with pytest.raises(ValueError, match="expected a step that runs"):
         after(StepState.IDLE, StepEvent.DEPARTS)
+
+
+# -- recordings of single calls ----------------------------------------------------------------------------------------
+
+
+def _forward(script: Script, name: str, *, moves: bool) -> tuple[Group, Any]:
+    """A call that is measured as a step of its own. Returns its group and its recording."""
+    group, recording = Group(), SimpleNamespace()
+    group.recording = recording  # pyright: ignore[reportAttributeAccessIssue]
+    script.graphs[name].forward_begins([8])
+    if moves:
+        group.add(0, SimpleNamespace(nbytes=4))  # pyright: ignore[reportArgumentType]
+    script.graphs[name].forward_ends(group, [torch.ones(1)])
+    return group, recording
+
+
+def _backward(script: Script, name: str, group: Group | None = None) -> Any:
+    """The recording that its backward finds; as the executor, it takes it."""
+    found = script.graphs[name].backward_begins(group or Group(), [])
+    recording, found.recording = found.recording, None
+    script.graphs[name].backward_ends([])
+    return recording
+
+
+@pytest.fixture
+def single(script: Script) -> Script:
+    """No graph is part of a plan over several."""
+    for graph in script.graphs.values():
+        graph.planner = None
+    return script
+
+
+def test_a_backward_without_tokens_finds_the_recording_of_its_call(single: Script) -> None:
+    _forward(single, "a", moves=False)  # an evaluation
+    _, first = _forward(single, "a", moves=False)
+    _, inner = _forward(single, "b", moves=False)
+    assert _backward(single, "b") is inner
+    assert _backward(single, "a") is first
+    assert _backward(single, "a") is None, "retain_graph: once is enough"
+
+
+def test_tokens_tell_whose_recording_it_is(single: Script) -> None:
+    calls = [_forward(single, "a", moves=True) for _ in range(2)]
+    for group, recording in calls:
+        assert _backward(single, "a", group) is recording
+        assert _backward(single, "a", group) is None, "retain_graph: once is enough"
+
+
+def test_the_backward_of_an_unusual_call_takes_no_others_recording(single: Script) -> None:
+    """A call under hooks, or in a checkpoint's recompute, has none."""
+    _forward(single, "a", moves=False)
+    _, other = _forward(single, "b", moves=False)
+    single.play("hA")
+    single.waiting.clear()
+    assert _backward(single, "a") is None
+    assert _backward(single, "b") is other

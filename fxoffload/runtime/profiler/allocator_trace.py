@@ -1,8 +1,7 @@
 """Reads of the caching allocator at points of a step, and the peak between two of them.
 
 [Note: What the bytes mean]
-Allocated bytes are read from the caching allocator, relative to those allocated when the forward call began. A backward
-whose forward is not known (see ``SegmentClock.begin``) has none.
+Allocated bytes are read from the caching allocator, relative to those allocated when the step's first forward began.
 
 The allocator keeps one peak for the whole process and device, which belongs to the user and is never reset here. The
 peak between two reads is known exactly if it rose between them, or if it equals the bytes allocated at one of them.

@@ -5,14 +5,14 @@ Nothing waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from fxoffload.runtime.profiler.allocator_history import AllocatorHistory
 from fxoffload.runtime.profiler.allocator_trace import AllocatorTrace, Memory
 from fxoffload.runtime.profiler.stream_events import Event, EventSource
-from fxoffload.step.readings import Phase, Sample
+from fxoffload.step.readings import Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +23,14 @@ class Sources:
         events: of the compute stream.
         memory: reads the allocator; None where there is nothing to read.
         epoch: a value that changes when something is compiled.
-        history: begins a record of the allocator's events; None, or a result of None, where there is none.
+        num_begun: how many forwards of any graph have begun on the device. It tells whether other graphs run between
+            a graph's forward and its backward, or between its steps; None: not known.
     """
 
     events: EventSource
     memory: Callable[[], Memory] | None
     epoch: Callable[[], object]
-    history: Callable[[], AllocatorHistory | None] | None = None
+    num_begun: Callable[[], int | None] = lambda: None
 
 
 class _Bracket(NamedTuple):
@@ -46,17 +47,9 @@ class Recorder:
 
     Args:
         sources: the sources that it reads.
-        phase: of the graph.
-        signature: distinguishes this call from others whose times differ.
-        earlier: the recorder of the call that this one continues. For a backward that of its forward, where it is known
-            (without it there are no bytes). In a chain of calls that of the call before it.
+        earlier: the recorder of the step's call before this one; None: it is the first.
         ended: called once, by ``end``, with this recorder and whether it can count. It can if its segments came in
             order, and nothing was compiled since the first of these calls began.
-
-    Attributes:
-        dropped: of a forward, whether it has ended and does not count; set by its maker.
-        turn_peak: of a backward, ``Sample.turn_peak``; likewise.
-        num_begun: of a forward, how many forwards of any graph had begun when it ended; likewise.
     """
 
     __slots__ = (
@@ -68,37 +61,24 @@ class Recorder:
         "_epoch",
         "_epoch_at_end",
         "_gap",
-        "_is_released",
         "_open",
         "_sources",
         "_trace",
-        "dropped",
-        "num_begun",
-        "phase",
-        "signature",
-        "turn_peak",
     )
 
     def __init__(
         self,
         sources: Sources,
-        phase: Phase,
-        signature: Hashable,
         earlier: Recorder | None,
         ended: Callable[[Recorder, bool], None],
     ) -> None:
-        self.phase: Phase = phase
-        self.signature = signature
-        self.dropped = False
-        self.turn_peak: int | None = None
-        self.num_begun = 0
         self._sources = sources
         self._ended = ended
         self._epoch = sources.epoch() if earlier is None else earlier._epoch
         self._epoch_at_end: object = None
         self._brackets: list[_Bracket] = []
         self._open: tuple[str, Event, Memory | None] | None = None
-        self._broken = self._is_released = False
+        self._broken = False
         self._end: Event | None = None
         self._trace: AllocatorTrace | None = None
         self._gap: AllocatorTrace | None = None
@@ -110,7 +90,7 @@ class Recorder:
             memory = self._read_memory()
             if self._gap is not None and memory is not None:
                 self._gap.add(memory)
-        elif phase == "forward" and sources.memory is not None:
+        elif sources.memory is not None:
             self._trace = AllocatorTrace.begin(sources.memory())
         self._begin: Event = sources.events.record()
 
@@ -156,16 +136,6 @@ class Recorder:
         """Milliseconds from an earlier event to the beginning of this call. As ``sample``."""
         return event.elapsed_ms(self._begin)
 
-    @property
-    def has_end(self) -> bool:
-        """Whether the event at its end is there: it has ended, and was not released."""
-        return self._end is not None
-
-    @property
-    def has_gap(self) -> bool:
-        """Whether there was an earlier call, nothing was compiled since, and the allocator can be read."""
-        return self._gap is not None
-
     def ms_behind_begin(self, earlier: Recorder) -> float:
         """Milliseconds from the beginning of an earlier call to the beginning of this one. As ``sample``."""
         return earlier._begin.elapsed_ms(self._begin)
@@ -205,15 +175,12 @@ class Recorder:
             sample.bounds = None if bounds is None else (bounds[0] - base, bounds[1] - base)
         return sample
 
-    def release(self, *, keep_end: bool = False) -> None:
-        """Give the events back. ``keep_end``: but the one at the end, until the next ``release``."""
-        events = [e for b in self._brackets for e in (b.begin, b.end)]
+    def release(self) -> None:
+        """Give the events back. Once."""
+        events = [self._begin, *(e for b in self._brackets for e in (b.begin, b.end))]
         events += [] if self._open is None else [self._open[1]]
-        events += [] if self._is_released else [self._begin]
-        if self._end is not None and not keep_end:
-            events.append(self._end)
-            self._end = None
-        self._brackets, self._open, self._is_released = [], None, True
+        events += [] if self._end is None else [self._end]
+        self._brackets, self._open = [], None
         self._sources.events.give_back(events)
 
     def _read_memory(self) -> Memory | None:

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from fxoffload.errors import in_brief
-from fxoffload.runtime.profiler.chain_clock import StepRecording
 from fxoffload.runtime.profiler.gap_times import BetweenSteps, GapTimes
+from fxoffload.runtime.profiler.step_clock import StepRecording
 from fxoffload.runtime.tracker.budget_loop import MOST_CORRECTIONS, BudgetLoop
 from fxoffload.runtime.tracker.step_memory import LiveBytes
 from fxoffload.step.call_order import CallOrder

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fxoffload.runtime.profiler.chain_clock import StepRecording
+from fxoffload.runtime.profiler.step_clock import StepRecording
 from fxoffload.runtime.profiler.step_peak import PeakWatch, StepPeak
 from fxoffload.runtime.tracker.budget_loop import BudgetLoop
 from fxoffload.runtime.tracker.chains import ChainPlan, Known, Record, Sizes
@@ -41,6 +41,7 @@ class CallOfStep:
     kept: StorageRef | None = None  # Of such a call, or of a variant: a value that is saved for its backward.
     is_bundled: bool = False  # Of a variant: its backward knows its group.
     has_saved: bool = False  # Whether ``waits`` can tell.
+    recording: StepRecording | None = None  # Of the step of this call alone: without tokens, nothing else leads to it.
     inputs: list[tuple[str, weakref.ref[Tensor], int]] = field(default_factory=list)  # Recorded: name, value, version.
 
     def waits(self) -> bool:

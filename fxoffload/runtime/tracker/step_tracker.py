@@ -178,6 +178,9 @@ class StepTracker:
             if unusual:
                 if step is not None:
                     step.depart()
+                    for call in step.pending:
+                        if call.tracked() is tracked:  # Without tokens, its backward cannot be told from this one's.
+                            call.recording = None
                 return
             if self._hold is not None:
                 self._hold.drop_plain()
@@ -379,7 +382,7 @@ class StepTracker:
                 if step is not None:
                     step.depart()
                 return
-            call.group = weakref.ref(group)
+            call.group, call.recording = weakref.ref(group), group.recording
             step.pending.append(call)
             if step.plan is not None:
                 if step.recording is not None and (token is None) == bool(step.plan.choices[call.place].variant):
@@ -425,6 +428,8 @@ class StepTracker:
             step.phase = "backward"
             step.pending.remove(call)
             step.running = call
+            recording, call.recording = call.recording, None
+            group.recording = group.recording or recording
             if step.recording is not None:
                 tracked.measure = partial(step.recording.begin, "backward", call.place)
             tracked.written.update(

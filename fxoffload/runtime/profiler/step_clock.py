@@ -1,12 +1,14 @@
-"""Measures whole steps that follow a plan over several graphs: every call's segments, and the gaps between the calls.
+"""Measures whole steps that follow a plan: every call's segments, and the gaps between the calls.
 
-Each call has a ``Recorder``, which continues that of the call before it. A step counts when it is over, and was the
-chain to its end; otherwise its recorders are dropped. As in ``segment_clock``, nothing waits for the device: a step
-is read once the device has passed all of it. Once enough steps have been read, nothing more is recorded.
+The plan is for a chain of calls of several graphs, or for one graph: a step of one call. Measurements replace the
+estimates that it was made from. Each call has a ``Recorder``, which continues that of the call before it: before and
+after each segment, an event on the compute stream and a read of the allocator. A step counts when it ran to its end as
+planned; otherwise its recorders are dropped. Nothing waits for the device: a step is read once the device has passed
+all of it. Ranks exchange nothing. Once enough steps have been read, nothing more is recorded.
 
-[Note: What a chain's times mean]
+[Note: What a step's times mean]
 
-- Segments are those of [Note: What the times mean] in ``fxoffload.step.readings``, named by their calls.
+- Segments are those of [Note: What the times mean] in ``fxoffload.step.readings``. In a chain their calls name them.
 
 - The time between the end of one call and the beginning of the next belongs to the second one's entry, an empty segment
   of the chain (``planner.chain``). It holds eager code, collectives, or a host that is late. Copies run during it, and
@@ -21,31 +23,33 @@ is read once the device has passed all of it. Once enough steps have been read, 
   device notices it.
 
 [Note: Gaps] Memory may be allocated and freed between two calls: FSDP's reduction of gradients, an eager head. It is
-known from the first step that follows a plan, in which the allocator's events are recorded. No kernel of the chain is
-tuned between calls, so that step tells as much of it as any other. A gap in which something else is compiled tells
-nothing. Without a record (another one is kept, or the allocator keeps none), a gap's peak is seen only where the
-allocator's peak rises there, which belongs to the process.
+known from the first step that follows a chain's plan, in which the allocator's events are recorded. No kernel of the
+chain is tuned between calls, so that step tells as much of it as any other. A graph with a plan of its own follows it
+from the first step of all, in which its loss is new too: there the events are recorded in steps that count, until one
+tells. A gap in which something else is compiled tells nothing. Without a record (another one is kept, or the allocator
+keeps none), a gap's peak is seen only where the allocator's peak rises there, which belongs to the process.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
 
+from fxoffload.counters import counters
 from fxoffload.errors import in_brief
 from fxoffload.runtime.profiler.allocator_history import AllocatorHistory, cuda_history
 from fxoffload.runtime.profiler.allocator_trace import Memory, cuda_memory
 from fxoffload.runtime.profiler.call_recorder import Recorder, Sources
 from fxoffload.runtime.profiler.first_arguments import FirstArguments
-from fxoffload.runtime.profiler.segment_clock import compilations
 from fxoffload.runtime.profiler.stream_events import Event, EventSource, cuda_events, host_events
 from fxoffload.step.readings import Phase, Readings, Sample
 from fxoffload.step.segment_names import TURN, entry_of, segment_of
 from fxoffload.tell import warn
+from fxoffload.torch_private.autograd import compiled_autograd_active
 
 # Steps over ``count`` after which it gives up: steps that never are the chain to their end.
 _PATIENCE = 4
@@ -56,9 +60,10 @@ class StepRecording:
 
     Args:
         sources: the sources that its recorders read.
-        num_calls: of the chain.
+        num_calls: of the step.
         ended: called by ``end`` with a step that counts.
         failed: called with the error that kept a call from being measured.
+        signature: steps with different ones are kept apart (sizes; a policy's decisions).
         only_gaps: whether only ``gap_peaks`` count: something may be compiled in its calls.
         left_bytes: bytes that are there when it begins and yet belong to it, without the first call's arguments.
         first_bytes: at least so much of these belongs to it, as another step has told.
@@ -66,7 +71,7 @@ class StepRecording:
         after: the event at the end of the step before; None: unknown.
 
     Attributes:
-        only_gaps, history: those.
+        signature, only_gaps, history: those.
     """
 
     def __init__(
@@ -76,6 +81,7 @@ class StepRecording:
         ended: Callable[[StepRecording], None],
         failed: Callable[[Exception], None],
         *,
+        signature: Hashable = (),
         only_gaps: bool = False,
         left_bytes: int = 0,
         first_bytes: int = 0,
@@ -83,6 +89,7 @@ class StepRecording:
         after: Event | None = None,
     ) -> None:
         self._after, self._last = after, None
+        self.signature = signature
         self.only_gaps = only_gaps
         self.history = history
         self._sources = sources
@@ -92,6 +99,8 @@ class StepRecording:
         self._recorders: list[Recorder] = []
         self._num_ended = 0
         self._dropped = False
+        self._has_turn = True
+        self._num_begun: int | None = None  # when the last forward ended
         self._first: FirstArguments | None = None
         self._others_bytes, self._first_bytes = left_bytes, first_bytes
 
@@ -109,17 +118,20 @@ class StepRecording:
     def _left_bytes(self) -> int:
         return self._others_bytes + self._first_bytes
 
-    def begin(self, phase: Phase, call: int) -> Recorder | None:
+    def begin(self, phase: Phase, call: int = 0) -> Recorder | None:
         """A call begins: its recorder; None where the step does not count any more. Never raises."""
         at = len(self._recorders)
         expected = call if phase == "forward" else 2 * self._num_calls - 1 - call
-        if self._dropped or at != expected or self._num_ended != at:
+        is_planned = not self._dropped and at == expected and self._num_ended == at
+        if not is_planned or compiled_autograd_active() or not self._sources.events.usable():
             self.drop()
             return None
         earlier = self._recorders[-1] if at else None
+        if at == self._num_calls == 1:
+            self._has_turn = self._num_begun is not None and self._sources.num_begun() == self._num_begun
         try:
             self._see_first()
-            recorder = Recorder(self._sources, phase, (), earlier, self._call_ended)
+            recorder = Recorder(self._sources, earlier, self._call_ended)
         except Exception as error:
             self.drop()
             self._failed(error)
@@ -132,6 +144,8 @@ class StepRecording:
             recorder.release()
             return
         self._num_ended += 1
+        if self._num_ended == self._num_calls:
+            self._num_begun = self._sources.num_begun()
         if self._num_ended == 2 * self._num_calls:
             self._last = self._sources.events.record()
             if self.history is not None:
@@ -140,7 +154,7 @@ class StepRecording:
             self.drop()
 
     def end(self) -> None:
-        """The step is over, and was the chain to its end."""
+        """The step is over, and was the planned one to its end."""
         if not self._dropped and self._num_ended == 2 * self._num_calls:
             self._ended(self)
         else:
@@ -168,23 +182,20 @@ class StepRecording:
 
     def samples(self) -> tuple[Sample, Sample]:
         """Its forward and its backward. Only of a step that has completed."""
-        recorders = self._recorders
-        turn = self._num_calls
-        first, last = recorders[0], recorders[-1]
-        whole, backward_ms = last.ms_from(first), last.ms_from(recorders[turn])
-        found = Sample(whole - backward_ms), Sample(backward_ms)
+        recorders, turn = self._recorders, self._num_calls
+        first, last, back = recorders[0], recorders[-1], recorders[turn]
+        backward_ms = last.ms_from(back)
+        # Other graphs that run between a graph's forward and its backward are no part of its step.
+        forward_ms = last.ms_from(first) - backward_ms if self._has_turn else recorders[turn - 1].ms_from(first)
+        found = Sample(forward_ms), Sample(backward_ms)
         found[0].after_step_ms = None if self._after is None else first.ms_after(self._after)
-        found[0].segment_ms[entry_of("forward", 0)] = found[0].begin_ms[entry_of("forward", 0)] = 0.0
         for at, recorder in enumerate(recorders):
-            call = at if at < turn else 2 * turn - 1 - at
-            into = found[recorder.phase == "backward"]
-            begins = recorder.ms_behind_begin(first if at <= turn else recorders[turn])
-            if at:
-                gap = TURN if at == turn else entry_of(recorder.phase, call)
-                before = found[0] if at == turn else into
-                before.segment_ms[gap] = recorder.ms_behind(recorders[at - 1])
+            begins = recorder.ms_behind_begin(first if at <= turn else back)
+            if (gap := self._gap_before(at)) is not None:
+                before = found[at > turn]  # The turn is the forward's.
+                before.segment_ms[gap] = recorder.ms_behind(recorders[at - 1]) if at else 0.0
                 before.begin_ms[gap] = begins - before.segment_ms[gap]
-            _add(into, recorder.sample(), call, begins if at != turn else 0.0)
+            self._add(found[at >= turn], recorder.sample(), at, begins if at != turn else 0.0)
         for sample in found:
             sample.raise_bytes(self._left_bytes)
         found[1].gap_peaks.update(self.gap_peaks())  # which counts those bytes itself
@@ -192,45 +203,55 @@ class StepRecording:
 
     def gap_peaks(self) -> dict[str, int | None]:
         """``Sample.gap_peaks`` of the whole step. The device need not have passed it."""
-        turn, found = self._num_calls, {}
+        found: dict[str, int | None] = {}
         for at, recorder in enumerate(self._recorders[1:], 1):
-            call = at if at < turn else 2 * turn - 1 - at
-            peak = recorder.gap_peak(self.history)
-            name = TURN if at == turn else entry_of(recorder.phase, call)
-            found[name] = None if peak is None else peak + self._left_bytes
+            if (name := self._gap_before(at)) is not None:
+                peak = recorder.gap_peak(self.history)
+                found[name] = None if peak is None else peak + self._left_bytes
         return found
 
+    def _gap_before(self, at: int) -> str | None:
+        """The empty segment before a call; None: there is none."""
+        if at == self._num_calls:
+            return TURN if self._has_turn else None
+        if self._num_calls == 1:
+            return None
+        return entry_of("forward" if at < self._num_calls else "backward", self._call_at(at))
 
-def _add(whole: Sample, call: Sample, number: int, begins_ms: float) -> None:
-    """Put a call's segments into those of its phase, where it begins at ``begins_ms``, and the step's peak so far."""
+    def _call_at(self, at: int) -> int:
+        return min(at, 2 * self._num_calls - 1 - at)
 
-    def named(values: dict[str, int]) -> dict[str, int]:
-        return {segment_of(number, name): value for name, value in values.items()}
+    def _add(self, whole: Sample, call: Sample, at: int, begins_ms: float) -> None:
+        """Put a call's segments into those of its phase, where it begins at ``begins_ms``, and the peak so far."""
 
-    whole.segment_ms.update({segment_of(number, name): ms for name, ms in call.segment_ms.items()})
-    whole.begin_ms.update({segment_of(number, name): begins_ms + ms for name, ms in call.begin_ms.items()})
-    whole.live_before.update(named(call.live_before))
-    whole.live_after.update(named(call.live_after))
-    whole.peaks.update({segment_of(number, name): peak for name, peak in call.peaks.items()})
-    whole.temp_bytes.update({segment_of(number, name): size for name, size in call.temp_bytes.items()})
-    whole.peak, whole.bounds = call.peak, call.bounds
+        def named(values: dict[str, Any]) -> dict[str, Any]:
+            if self._num_calls == 1:
+                return values
+            return {segment_of(self._call_at(at), name): value for name, value in values.items()}
+
+        whole.begin_ms.update(named({name: begins_ms + ms for name, ms in call.begin_ms.items()}))
+        for of in ("segment_ms", "live_before", "live_after", "peaks", "temp_bytes"):
+            getattr(whole, of).update(named(getattr(call, of)))
+        whole.peak, whole.bounds = call.peak, call.bounds
 
 
-class ChainClock:
-    """Times and bytes of steps of one chain. Thread-safe.
+class StepClock:
+    """Times and bytes of steps that follow one plan. Thread-safe.
 
-    It does not count the first ``skip`` steps, whose variants are new; but see [Note: Gaps]. Nor does it count steps in
-    which something was compiled, that were not the chain to their end, or that run under CUDA graph capture.
+    It does not count the first ``skip`` steps, in which kernels are loaded and tuned; but see [Note: Gaps]. Nor does it
+    count steps in which a call raised or something was compiled, that were not as planned to their end, or that run
+    under CUDA graph capture. It holds no step that has not ended.
 
     Args:
-        num_calls: of the chain.
+        num_calls: of the step.
         skip: steps that are not measured.
-        count: steps that are enough. It gives up after four times as many.
+        count: steps with the same signature that are enough. It gives up after four times as many.
         events: see ``cuda_events`` and ``host_events``.
         memory: reads the allocator; None where there is nothing to read.
         epoch: a value that changes when something is compiled.
         left_bytes, first_bytes: of each step; see ``StepRecording``.
         history: begins a record of the allocator's events; None, or a result of None, where there is none.
+        num_begun: see ``Sources``.
 
     Attributes:
         measuring: whether ``begin_step`` may still return a recording.
@@ -238,7 +259,7 @@ class ChainClock:
 
     def __init__(
         self,
-        num_calls: int,
+        num_calls: int = 1,
         *,
         skip: int = 1,
         count: int = 3,
@@ -248,6 +269,7 @@ class ChainClock:
         left_bytes: int = 0,
         first_bytes: int = 0,
         history: Callable[[], AllocatorHistory | None] | None = None,
+        num_begun: Callable[[], int | None] = lambda: None,
     ) -> None:
         if num_calls < 1 or skip < 0 or count < 1:
             raise ValueError(
@@ -255,22 +277,27 @@ class ChainClock:
             )
         self.measuring = True
         self._num_calls, self._skip, self._count = num_calls, skip, count
-        self._sources = Sources(events, memory, epoch, history)
+        self._sources = Sources(events, memory, epoch, num_begun)
         self._left_bytes, self._first_bytes = left_bytes, first_bytes
+        self._begin_history = history
+        self._history: AllocatorHistory | None = None  # of the newest step
         self._lock = threading.Lock()
-        self._seen = self._recorded = self._counted = 0
+        self._seen = self._recorded = 0
+        self._counted: Counter[Hashable] = Counter()  # by signature
         self._last: Event | None = None  # at the end of the step before
-        self._unread: deque[StepRecording] = deque()
-        self._samples: list[tuple[Sample, Sample]] = []
+        self._num_begun: int | None = None  # then
+        self._unread: list[StepRecording] = []
+        self._samples: dict[Hashable, list[tuple[Sample, Sample]]] = {}
         self._gaps: list[dict[str, int | None]] = []
         self._failed = False
 
-    def begin_step(self, *, follows: bool = True) -> StepRecording | None:
+    def begin_step(self, *, follows: bool = True, signature: Hashable = ()) -> StepRecording | None:
         """A step that follows the plan begins: its recording, or None if it is not measured. ``follows``: no other
-        step was between it and the last one that was recorded."""
+        step was between it and the last one that was recorded. ``signature``: see ``StepRecording``."""
         with self._lock:
+            self._end_history()
             after, self._last = self._last, None
-            if after is not None and not follows:
+            if after is not None and not (follows and self._is_next()):
                 self._sources.events.give_back([after])
                 after = None
             if not self.measuring:
@@ -278,63 +305,76 @@ class ChainClock:
             self._seen += 1
             if not self._sources.events.usable():
                 return None
-            if self._seen <= self._skip:
-                if self._sources.memory is None:
-                    return None
-                return self._recording(only_gaps=True)
-            if self._recorded >= _PATIENCE * self._count:
-                self.measuring = False
+            is_warm = self._num_calls > 1  # Steps ran before it was planned: see [Note: Gaps].
+            is_skipped = self._seen <= self._skip
+            if is_skipped and not (is_warm and self._sources.memory is not None):
                 return None
-            self._recorded += 1
-            return self._recording(only_gaps=False, after=after)
+            if not is_skipped:
+                if self._recorded >= _PATIENCE * self._count:
+                    self.measuring = False
+                    return None
+                self._recorded += 1
+            if self._begin_history is not None and is_skipped == is_warm:
+                self._history = self._begin_history()
+            return StepRecording(
+                self._sources,
+                self._num_calls,
+                self._ended,
+                self.fail,
+                signature=signature,
+                only_gaps=is_skipped,
+                left_bytes=self._left_bytes,
+                first_bytes=self._first_bytes,
+                history=self._history,
+                after=after,
+            )
 
-    def _recording(self, *, only_gaps: bool, after: Event | None = None) -> StepRecording:
-        begin = self._sources.history if only_gaps else None
-        return StepRecording(
-            self._sources,
-            self._num_calls,
-            self._ended,
-            self.fail,
-            only_gaps=only_gaps,
-            left_bytes=self._left_bytes,
-            first_bytes=self._first_bytes,
-            history=None if begin is None else begin(),
-            after=after,
-        )
+    def _is_next(self) -> bool:
+        """Whether no forward of another graph was between the last step of a graph and the forward that begins now."""
+        before = self._num_begun
+        return self._num_calls > 1 or (before is not None and self._sources.num_begun() == before + 1)
+
+    def _end_history(self) -> None:
+        """For a step that was abandoned."""
+        history, self._history = self._history, None
+        if history is not None:
+            history.end(read=False)
 
     def _ended(self, step: StepRecording) -> None:
         with self._lock:
             if not self.measuring:
                 step.drop()
                 return
-            self._last = step.take_last()
+            self._last, self._num_begun = step.take_last(), self._sources.num_begun()
             if step.only_gaps:
                 self._gaps.append(step.gap_peaks())
                 step.drop()
                 return
+            if step.history is not None and step.gap_peaks().get(TURN) is not None:
+                self._begin_history = None  # It tells so once.
             self._unread.append(step)
-            self._counted += 1
-            self.measuring = self._counted < self._count
+            self._counted[step.signature] += 1
+            self.measuring = self._counted[step.signature] < self._count
+            if not self.measuring:
+                self._end_history()
 
     def fail(self, error: Exception) -> None:
         """A step cannot be measured: measure no more, and drop all measurements. Warns once."""
         with self._lock:
             is_known, self._failed, self.measuring = self._failed, True, False
+            self._end_history()
             self._unread.clear()
             self._samples.clear()
             self._gaps.clear()
         if not is_known:
-            warn(
-                f"fxoffload could not measure a step of {self._num_calls} calls of compiled graphs and goes on with "
-                f"its plan as it is: {in_brief(error)}",
-            )
+            warn(f"fxoffload could not measure a step and goes on with its plan as it is: {in_brief(error)}")
 
     def _read_completed(self) -> None:
         if not self._unread or not self._sources.events.usable():  # to ask an event would break a capture
             return
-        while self._unread and self._unread[0].has_completed():
-            step = self._unread.popleft()
-            self._samples.append(step.samples())
+        for step in [s for s in self._unread if s.has_completed()]:
+            self._unread.remove(step)
+            self._samples.setdefault(step.signature, []).append(step.samples())
             step.drop()  # its events are reused
 
     def ready(self) -> bool:
@@ -348,25 +388,27 @@ class ChainClock:
         with self._lock:
             return not self.measuring and not self._unread and not self._samples
 
-    def readings(self) -> Readings:
-        """The measurements, as of one forward and one backward. See [Note: What a chain's times mean]."""
+    def readings(self, signature: Hashable = None) -> Readings:
+        """The measurements of the steps of ``signature``, as of one forward and one backward; None: of the most
+        frequent one. See [Note: What a step's times mean]."""
         with self._lock:
             self._read_completed()
-            samples: dict[Phase, list[Sample]] = {
-                "forward": [f for f, _ in self._samples],
-                "backward": [b for _, b in self._samples],
-            }
-            return Readings(samples, tuple(self._gaps))
+            if signature is None:
+                signature = max(self._samples, key=lambda s: len(self._samples[s]), default=())
+            found = self._samples.get(signature, [])
+            return Readings({"forward": [f for f, _ in found], "backward": [b for _, b in found]}, tuple(self._gaps))
 
 
-def chain_clock_for(
-    device: torch.device, num_calls: int, *, left_bytes: int = 0, first_bytes: int = 0, records: bool = True
-) -> ChainClock:
-    """A clock for a chain whose graphs run on ``device``. ``left_bytes``, ``first_bytes``: see ``StepRecording``.
-    ``records``: whether the allocator may be asked to record its events."""
+def step_clock_for(device: torch.device, num_calls: int = 1, *, records: bool = True, **about: Any) -> StepClock:
+    """A clock for graphs that run on ``device``. ``records``: whether it may record the allocator's events. ``about``:
+    further arguments of ``StepClock``."""
     if device.type == "cuda" and torch.cuda.is_available():
-        history = cuda_history(device) if records else None
-        found: dict[str, Any] = {"memory": cuda_memory(device), "history": history}
-        found |= {"left_bytes": left_bytes, "first_bytes": first_bytes}
-        return ChainClock(num_calls, events=cuda_events(device), epoch=compilations, **found)
-    return ChainClock(num_calls, events=host_events(), epoch=compilations)
+        about |= {"memory": cuda_memory(device), "history": cuda_history(device) if records else None}
+        return StepClock(num_calls, events=cuda_events(device), epoch=compilations, **about)
+    return StepClock(num_calls, events=host_events(), epoch=compilations, **about)
+
+
+def compilations() -> int:
+    """Grows with every segment that fxoffload compiles."""
+    stats = counters.snapshot()
+    return stats.num_segments_compiled + stats.num_segments_reused

@@ -1,4 +1,4 @@
-"""The clock on a device: against events of our own, without waiting for the device, and bytes by algebra."""
+"""The clock of a graph on a device: against events of our own, without waiting for the device, and bytes by algebra."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from torch import Tensor
 
 from fxoffload.runtime.profiler.allocator_trace import cuda_memory
 from fxoffload.runtime.profiler.call_recorder import Recorder
-from fxoffload.runtime.profiler.segment_clock import SegmentClock
+from fxoffload.runtime.profiler.step_clock import StepClock
 from fxoffload.runtime.profiler.stream_events import PooledEvents, cuda_events
 from fxoffload.step.readings import PHASES, Phase
+from fxoffload.step.segment_names import TURN
 from tests.gpu.gpu_support import MIB, sleep
 
 pytestmark = pytest.mark.gpu
@@ -48,9 +49,9 @@ def matmuls(device: torch.device) -> Callable[[int], None]:
     return run
 
 
-def _clock(device: torch.device, count: int) -> tuple[SegmentClock, PooledEvents[Any]]:
+def _clock(device: torch.device, count: int) -> tuple[StepClock, PooledEvents[Any]]:
     events = cuda_events(device)
-    return SegmentClock(skip=0, count=count, events=events, memory=cuda_memory(device)), events
+    return StepClock(skip=0, count=count, events=events, memory=cuda_memory(device)), events
 
 
 def _call(recorder: Recorder | None, work: Work, between: Callable[[], object] | None = None) -> None:
@@ -66,11 +67,14 @@ def _call(recorder: Recorder | None, work: Work, between: Callable[[], object] |
         recorder.end()
 
 
-def _step(clock: SegmentClock, work: Work, between: Callable[[], object] | None = None) -> None:
+def _step(clock: StepClock, work: Work, between: Callable[[], object] | None = None) -> None:
     """A forward and a backward that do the same."""
-    forward = clock.begin("forward")
-    _call(forward, work, between)
-    _call(clock.begin("backward", forward=forward), work, between)
+    clock.ready()  # which reads
+    step = clock.begin_step()
+    for phase in PHASES:
+        _call(None if step is None else step.begin(phase), work, between)
+    if step is not None:
+        step.end()
 
 
 class Timed:
@@ -165,6 +169,25 @@ def test_events_are_used_again(device: torch.device, matmuls: Callable[[int], No
     assert clock.ready()
 
 
+def test_the_code_between_forward_and_backward_is_a_segment(
+    device: torch.device, matmuls: Callable[[int], None]
+) -> None:
+    clock = StepClock(skip=0, count=1, events=cuda_events(device), memory=cuda_memory(device), num_begun=lambda: 1)
+    timed = Timed(matmuls)
+    step = clock.begin_step()
+    assert step is not None
+    sleep(HOLD_MS)
+    _call(step.begin("forward"), timed)
+    timed("b")
+    _call(step.begin("backward"), timed)
+    step.end()
+    torch.cuda.synchronize()
+    assert clock.ready()
+    forward = clock.readings().segment_ms()["forward"]
+    assert forward[TURN] == pytest.approx(forward["b"], rel=0.1)
+    assert clock.readings().step_ms()["forward"] == pytest.approx(sum(forward.values()), rel=0.05)
+
+
 def _allocate(nbytes: int, device: torch.device) -> Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
@@ -188,9 +211,11 @@ def test_bytes_are_what_the_algebra_says(device: torch.device) -> None:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     base = torch.cuda.memory_allocated(device)
-    forward = clock.begin("forward")
-    _call(forward, forward_work)
-    _call(clock.begin("backward", forward=forward), backward_work)
+    step = clock.begin_step()
+    assert step is not None
+    _call(step.begin("forward"), forward_work)
+    _call(step.begin("backward"), backward_work)
+    step.end()
     torch.cuda.synchronize()
     assert clock.ready()
     found = clock.readings()

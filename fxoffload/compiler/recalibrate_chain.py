@@ -1,6 +1,5 @@
-"""Replans a step over several graphs when its first steps were measured; then measures whether that came true.
+"""Replans a step over several graphs when its first steps were measured (``fxoffload.compiler.replan``).
 
-As for a graph (``fxoffload.compiler.replan``): nothing waits, nothing is compiled. Keep, offload and windows change.
 Where variants are compiled, calls may run others of them afterwards, once (``fxoffload.compiler.chain_reselect``).
 """
 
@@ -8,16 +7,17 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
-from fxoffload.compiler.calibration import Recalibration
 from fxoffload.compiler.chain_planning import ChainPlanning
 from fxoffload.compiler.chain_reselect import Reselected, reselect_variants
 from fxoffload.compiler.chain_search import CallVariants, ChainObjective
 from fxoffload.compiler.measured_chain import MeasuredChain, as_compiled
-from fxoffload.compiler.replan import Replan, measured_step, scale, shared
+from fxoffload.compiler.recalibration import Recalibration
+from fxoffload.compiler.replan import Replan, TrackedGraphs
 from fxoffload.plan_report.registry import PlanBox
+from fxoffload.planner.as_measured import measured_step, shared
 from fxoffload.planner.chain import NO_EXTRA_MEMORY, with_turn
 from fxoffload.planner.extra_memory import extra_memory_of_segments
 from fxoffload.planner.fit_link import fit_link, waits_of
@@ -27,71 +27,17 @@ from fxoffload.planner.schedule import Schedule
 from fxoffload.planner.simulate import simulate
 from fxoffload.planner.steps import TrainingStep
 from fxoffload.runtime.engine import engine_for
-from fxoffload.runtime.profiler.chain_clock import ChainClock, StepRecording, chain_clock_for
+from fxoffload.runtime.profiler.step_clock import step_clock_for
 from fxoffload.runtime.tracker.tracked_graph import TrackedGraph
 from fxoffload.step.readings import PHASES, Phase, Readings
 from fxoffload.step.segment_names import segment_of
 
 log = logging.getLogger(__name__)
 
-TrackedGraphs = tuple[weakref.ref[TrackedGraph], ...]
-
 # Other variants have to be better by this part of the step than those that run. A choice that measures worse than the
 # one before is taken back, so little is at stake. With 0.01, a simulation of the steps of two H200s (2026-11-24) went
 # on waiting for 13 ms of copies of a step of 832.
 _WORTH_MS = 0.003
-
-
-class ChainReplan(Replan[ChainClock]):
-    """Follows a plan over several graphs through its first steps.
-
-    The partitionings that it was planned from are held until the calibration has ended, or one of the graphs is gone.
-
-    Args:
-        calibration: makes the new plan.
-        box: where the plan is shown.
-        tracked_graphs: of the chain.
-        make_clock: makes the clock of the next measurement.
-        in_background: whether to plan on a thread of its own.
-    """
-
-    def __init__(
-        self,
-        calibration: ChainRecalibration,
-        box: PlanBox,
-        tracked_graphs: TrackedGraphs,
-        *,
-        make_clock: Callable[[], ChainClock],
-        in_background: bool = True,
-    ) -> None:
-        super().__init__(calibration, box, make_clock=make_clock, in_background=in_background)
-        calibration.observer = weakref.ref(self)
-        me = weakref.ref(self)
-
-        def gone(_: object) -> None:
-            if (found := me()) is not None:
-                found.stop()
-
-        self._tracked_graphs = tuple(
-            weakref.ref(tracked, gone) for ref in tracked_graphs if (tracked := ref()) is not None
-        )
-
-    def step_begins(self, *, follows: bool = True) -> StepRecording | None:
-        """A step that follows the plan begins: its recording, or None if it is not measured. ``follows``: right after
-        another one that was. Never raises."""
-        now = self.clock
-        if now is None:
-            return None
-        try:
-            clock = self.poll()
-            recording = None if clock is None else clock.begin_step(follows=follows)
-        except Exception as error:
-            now.fail(error)
-            self.stop()
-            return None
-        if clock is not None and clock.gave_up():
-            self.stop()
-        return recording
 
 
 @dataclass(frozen=True)
@@ -127,9 +73,6 @@ class ChainRecalibration(Recalibration):
         box: where the plan is shown.
         rates: of the machine, with the link as it was found before; None: as it was planned with.
         before: the run before this choice.
-
-    Attributes:
-        observer: of the plan; set by it.
     """
 
     def __init__(
@@ -146,7 +89,6 @@ class ChainRecalibration(Recalibration):
         if rates is not None:
             scheduler = scheduler.with_step(scheduler.step, scheduler.host_bytes, rates)
         super().__init__(schedule, scheduler, box, planning.objective, planning.limit_bytes)
-        self.observer: Callable[[], ChainReplan | None] = lambda: None
         self._planning = planning
         self._first = first
         self._before = before
@@ -183,7 +125,7 @@ class ChainRecalibration(Recalibration):
         if not self._planning.is_plain_compiled:
             # Of plain Inductor's step nothing was measured; it is as much slower than estimated as the graphs that ran.
             estimated = self._planning.compiled.scheduler.keep_all().step_ms
-            baseline = scale(self._box.plan.baseline, keep.step_ms / max(estimated, 1e-9))
+            baseline = self._box.plan.baseline.scaled(keep.step_ms / max(estimated, 1e-9))
         return ran.with_extra_memory(extra_memory).step, baseline
 
     def rates(self, step: TrainingStep, readings: Readings) -> ProfileRates:
@@ -242,7 +184,6 @@ class ChainRecalibration(Recalibration):
         self._once_more = ChainRecalibration(
             planning, reselected.schedule, self._first, self._box, rates=self._rates, before=before
         )
-        self._once_more.observer = self.observer
         return reselected.schedule
 
     def _pace(self, now: Schedule) -> None:
@@ -299,20 +240,17 @@ class ChainRecalibration(Recalibration):
 
 def replan_for_chain(
     planning: ChainPlanning, schedule: Schedule, tracked_graphs: TrackedGraphs, box: PlanBox
-) -> ChainReplan | None:
+) -> Replan | None:
     """An observer for a chain on a GPU. On the CPU, times are no prediction of anything."""
     device = planning.device
     if device.type != "cuda" or not planning.calibrates:
         return None
-    calibration = ChainRecalibration(planning, schedule, tracked_graphs[0], box)
-
-    def make_clock() -> ChainClock:
-        return chain_clock_for(
-            device,
-            len(tracked_graphs),
-            left_bytes=planning.others_bytes,
-            first_bytes=planning.first_bytes,
-            records=planning.records,
-        )
-
-    return ChainReplan(calibration, box, tracked_graphs, make_clock=make_clock)
+    clock = partial(
+        step_clock_for,
+        device,
+        len(tracked_graphs),
+        records=planning.records,
+        left_bytes=planning.others_bytes,
+        first_bytes=planning.first_bytes,
+    )
+    return Replan(ChainRecalibration(planning, schedule, tracked_graphs[0], box), box, tracked_graphs, make_clock=clock)

@@ -1,4 +1,4 @@
-"""The clock of a chain of calls, in a time of its own."""
+"""The clock of a step of several calls, in a time of its own."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from unittest import mock
 import pytest
 import torch
 
-from fxoffload.runtime.profiler import chain_clock
+from fxoffload.runtime.profiler import step_clock
 from fxoffload.runtime.profiler.allocator_trace import Memory
-from fxoffload.runtime.profiler.chain_clock import ChainClock, StepRecording, chain_clock_for
+from fxoffload.runtime.profiler.step_clock import StepClock, StepRecording, step_clock_for
 from fxoffload.runtime.profiler.stream_events import host_events
 from fxoffload.step.segment_names import TURN, entry_of, segment_of
 
@@ -26,9 +26,9 @@ class Time:
         self.epoch = 0
         self.memory = Memory(1000, 1000)
 
-    def clock(self, num_calls: int = 2, **changes: Any) -> ChainClock:
+    def clock(self, num_calls: int = 2, **changes: Any) -> StepClock:
         given = {"skip": 0, "count": 1, "events": host_events(lambda: self.now), "epoch": lambda: self.epoch}
-        return ChainClock(num_calls, **{**given, **changes})
+        return StepClock(num_calls, **{**given, **changes})
 
     def allocate(self, nbytes: int) -> None:
         allocated = self.memory.allocated + nbytes
@@ -46,7 +46,7 @@ class Time:
             recorder.after(name)
         recorder.end()
 
-    def step(self, clock: ChainClock, gaps: Iterator[float] | None = None, inside: float = 0.0) -> StepRecording | None:
+    def step(self, clock: StepClock, gaps: Iterator[float] | None = None, inside: float = 0.0) -> StepRecording | None:
         """Two calls; what lies between the calls takes ``gaps``."""
         gaps = gaps or itertools.repeat(0.0)
         step = clock.begin_step()
@@ -105,6 +105,20 @@ def test_medians_of_steps_behind_those_that_are_skipped() -> None:
             step.end()
     assert found == [False, False, True, True, True, False]
     assert clock.readings().segment_ms()["forward"][TURN] == 2.0
+
+
+def test_nothing_is_recorded_once_enough_was() -> None:
+    time = Time()
+    events = host_events(lambda: time.now)
+    memory = mock.Mock(return_value=Memory(0, 0))
+    clock = time.clock(events=events, memory=memory)
+    step = time.step(clock)
+    assert step is not None
+    step.end()
+    reads = memory.call_count
+    with mock.patch.object(events, "record", side_effect=AssertionError):
+        assert time.step(clock) is None
+    assert memory.call_count == reads
 
 
 def test_bytes_are_those_of_the_whole_step() -> None:
@@ -266,7 +280,11 @@ def test_what_fails_is_told_once() -> None:
 def test_what_it_is_given() -> None:
     with pytest.raises(ValueError, match="expected calls"):
         Time().clock(0)
-    clock = chain_clock_for(torch.device("cpu"), 2)
+    with pytest.raises(ValueError, match="skip of 0 or more and count of 1 or more, found 2, -1 and 3"):
+        Time().clock(skip=-1, count=3)
+    with pytest.raises(ValueError, match="found 2, 0 and 0"):
+        Time().clock(count=0)
+    clock = step_clock_for(torch.device("cpu"), 2)
     assert clock.begin_step() is None  # the first is skipped
     assert clock.begin_step() is not None
 
@@ -275,10 +293,10 @@ def test_what_it_is_given() -> None:
 def test_the_clock_of_a_gpu_records_unless_it_may_not(monkeypatch: pytest.MonkeyPatch, records: bool) -> None:
     begun: list[str] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(chain_clock, "cuda_events", lambda device: host_events())
-    monkeypatch.setattr(chain_clock, "cuda_memory", lambda device: lambda: Memory(0, 0))
-    monkeypatch.setattr(chain_clock, "cuda_history", lambda device: lambda: begun.append("record"))
-    clock = chain_clock_for(torch.device("cuda"), 2, records=records)
+    monkeypatch.setattr(step_clock, "cuda_events", lambda device: host_events())
+    monkeypatch.setattr(step_clock, "cuda_memory", lambda device: lambda: Memory(0, 0))
+    monkeypatch.setattr(step_clock, "cuda_history", lambda device: lambda: begun.append("record"))
+    clock = step_clock_for(torch.device("cuda"), 2, records=records)
     assert clock.begin_step() is not None and clock.begin_step() is not None
     assert len(begun) == records
 

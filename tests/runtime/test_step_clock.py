@@ -1,4 +1,5 @@
-"""The clock on a virtual device: time passes and bytes are allocated when the test says so."""
+"""The clock of a graph, a step of one call, on a virtual device: time passes and bytes are allocated when the test says
+so."""
 
 from __future__ import annotations
 
@@ -6,18 +7,19 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from fxoffload.counters import counters
-from fxoffload.runtime.profiler import segment_clock
+from fxoffload.runtime.profiler import step_clock
 from fxoffload.runtime.profiler.allocator_trace import Memory
-from fxoffload.runtime.profiler.call_recorder import Recorder
-from fxoffload.runtime.profiler.segment_clock import SegmentClock, clock_for
+from fxoffload.runtime.profiler.step_clock import StepClock, StepRecording, step_clock_for
 from fxoffload.runtime.profiler.stream_events import PooledEvents
-from fxoffload.step.readings import PHASES, Phase
+from fxoffload.step.readings import Phase
+from fxoffload.step.segment_names import TURN
 
 NAMES = ("a", "b")
 
@@ -62,9 +64,9 @@ class Device:
         self.num_reads += 1
         return Memory(self.allocated, self.peak)
 
-    def clock(self, *, skip: int = 0, count: int = 3, memory: bool = True, history: Any = None) -> SegmentClock:
+    def clock(self, *, skip: int = 0, count: int = 3, memory: bool = True, history: Any = None) -> StepClock:
         read = self.memory if memory else None
-        return SegmentClock(
+        return StepClock(
             skip=skip,
             count=count,
             events=self.events,
@@ -79,17 +81,16 @@ Work = Callable[[str], None]
 
 def run(
     device: Device,
-    clock: SegmentClock,
+    recording: StepRecording | None,
     phase: Phase,
     work: Work | Iterable[float] = (1.0, 2.0),
     *,
-    signature: Hashable = (),
-    forward: Recorder | None = None,
     wait_ms: float = 0.0,
-) -> Recorder | None:
-    """One call of a graph of two segments, as the executor makes it. ``work``: what a segment does, or milliseconds."""
+) -> bool:
+    """One call of a graph of two segments, as the executor makes it. ``work``: what a segment does, or milliseconds.
+    Returns whether it was recorded."""
     times = {} if callable(work) else dict(zip(NAMES, work, strict=True))
-    recorder = clock.begin(phase, signature, forward)
+    recorder = None if recording is None else recording.begin(phase)
     for name in NAMES:
         device.compute(wait_ms)
         if recorder is not None:
@@ -102,14 +103,30 @@ def run(
             recorder.after(name)
     if recorder is not None:
         recorder.end()
-    return recorder
+    if recording is not None and phase == "backward":
+        recording.end()
+    return recorder is not None
 
 
-def step(device: Device, clock: SegmentClock, ms: float = 1.0, *, signature: Hashable = ()) -> tuple[bool, bool]:
+def forward(
+    device: Device,
+    clock: StepClock,
+    work: Work | Iterable[float] = (1.0, 2.0),
+    *,
+    signature: Hashable = (),
+    wait_ms: float = 0.0,
+) -> StepRecording | None:
+    """A step begins with its forward."""
+    device.num_begun += 1
+    recording = clock.begin_step(signature=signature)
+    run(device, recording, "forward", work, wait_ms=wait_ms)
+    return recording
+
+
+def step(device: Device, clock: StepClock, ms: float = 1.0, *, signature: Hashable = ()) -> tuple[bool, bool]:
     """A forward and its backward. Returns which of them was recorded."""
-    forward = run(device, clock, "forward", (ms, 2 * ms), signature=signature)
-    backward = run(device, clock, "backward", (4 * ms, 3 * ms), signature=signature, forward=forward)
-    return forward is not None, backward is not None
+    recording = forward(device, clock, (ms, 2 * ms), signature=signature)
+    return recording is not None, run(device, recording, "backward", (4 * ms, 3 * ms))
 
 
 # -- times -------------------------------------------------------------------------------------------------------------
@@ -122,20 +139,27 @@ def test_a_segment_has_the_median_of_its_calls() -> None:
         assert not clock.ready()
         assert step(device, clock, ms) == (True, True)
     assert clock.ready()
-    assert clock.readings().segment_ms() == {"forward": {"a": 2.0, "b": 4.0}, "backward": {"a": 8.0, "b": 6.0}}
+    assert clock.readings().segment_ms() == {
+        "forward": {"a": 2.0, "b": 4.0, TURN: 0.0},
+        "backward": {"a": 8.0, "b": 6.0},
+    }
     assert clock.readings().step_ms() == {"forward": 6.0, "backward": 14.0}
 
 
 def test_waits_are_in_the_phase_but_not_in_the_segment() -> None:
     device = Device()
     clock = device.clock(count=1)
-    run(device, clock, "forward", (1.0, 2.0), wait_ms=10.0)
-    run(device, clock, "backward", (4.0, 3.0), wait_ms=20.0)
-    assert clock.readings().segment_ms() == {"forward": {"a": 1.0, "b": 2.0}, "backward": {"a": 4.0, "b": 3.0}}
-    assert clock.readings().step_ms() == {"forward": 23.0, "backward": 47.0}
+    recording = forward(device, clock, (1.0, 2.0), wait_ms=10.0)
+    device.compute(5.0)
+    run(device, recording, "backward", (4.0, 3.0), wait_ms=20.0)
+    assert clock.readings().segment_ms() == {
+        "forward": {"a": 1.0, "b": 2.0, TURN: 5.0},
+        "backward": {"a": 4.0, "b": 3.0},
+    }
+    assert clock.readings().step_ms() == {"forward": 28.0, "backward": 47.0}
     found = clock.readings().typical()
     assert found is not None
-    assert [s.begin_ms for s in found] == [{"a": 10.0, "b": 21.0}, {"a": 20.0, "b": 44.0}]
+    assert [s.begin_ms for s in found] == [{"a": 10.0, "b": 21.0, TURN: 23.0}, {"a": 20.0, "b": 44.0}]
 
 
 @pytest.mark.parametrize(("skip", "count"), [(0, 1), (1, 3), (2, 2)])
@@ -150,13 +174,7 @@ def test_the_first_calls_are_skipped_and_nothing_is_recorded_after_enough(skip: 
     assert [step(device, clock) for _ in range(3)] == [(False, False)] * 3
     assert (device.num_reads, device.events.num_made) == (reads, made)
     assert clock.ready()
-    assert clock.readings().segment_ms()["forward"] == {"a": 1.0, "b": 2.0}
-
-
-@pytest.mark.parametrize(("skip", "count"), [(-1, 3), (1, 0)])
-def test_senseless_counts_are_refused(skip: int, count: int) -> None:
-    with pytest.raises(ValueError, match=r"expected skip of 0 or more and count of 1 or more, found skip="):
-        Device().clock(skip=skip, count=count)
+    assert clock.readings().segment_ms()["forward"] == {"a": 1.0, "b": 2.0, TURN: 0.0}
 
 
 def test_nothing_is_read_before_the_device_has_passed_it() -> None:
@@ -180,13 +198,16 @@ def test_events_are_used_again() -> None:
     device = Device()
     clock = device.clock(count=10)
     step(device, clock)
+    assert not clock.ready()  # which reads
     made = device.events.num_made
-    # The backward found the forward's, which were read when it began, but for the one that its turn begins with.
-    assert made == 2 + 2 * len(NAMES) + 1
+    assert made == 2 * (2 + 2 * len(NAMES)) + 1  # and one at the end of the step
     for _ in range(9):
         step(device, clock)
-    assert device.events.num_made == made
+        clock.ready()
+    assert device.events.num_made == made + 1  # the end of the step before is there until the next one is read
     assert clock.ready()
+    device.events.give_back([clock._last])  # type: ignore[list-item]
+    made = device.events.num_made
     assert len(device.events._free) == made  # and none is handed out twice
     assert len(set(map(id, device.events._free))) == made
 
@@ -194,7 +215,8 @@ def test_events_are_used_again() -> None:
 # -- calls that do not count -------------------------------------------------------------------------------------------
 
 
-def test_a_call_that_raised_is_dropped() -> None:
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_call_that_raised_is_dropped(phase: Phase) -> None:
     device = Device()
     clock = device.clock(count=1)
 
@@ -203,86 +225,76 @@ def test_a_call_that_raised_is_dropped() -> None:
         if name == "b":
             raise RuntimeError("out of memory")
 
+    recording = clock.begin_step()
+    if phase == "backward":
+        run(device, recording, "forward")
     with pytest.raises(RuntimeError, match="out of memory"):
-        run(device, clock, "forward", fail)
+        run(device, recording, phase, fail)
     assert clock.measuring
     step(device, clock)
-    assert clock.readings().segment_ms()["forward"] == {"a": 1.0, "b": 2.0}
-    assert clock.readings().live_before()["backward"], "what raised waits for no backward: the pair is clear"
+    assert clock.readings().segment_ms()["forward"] == {"a": 1.0, "b": 2.0, TURN: 0.0}
+    assert clock.readings().live_before()["backward"]
 
 
-def test_the_clock_does_not_hold_a_recorder_that_never_ended() -> None:
-    clock = Device().clock()
-    recorder = clock.begin("forward")
-    assert recorder is not None
-    recorder.before("a")
-
-    class Held:
-        pass
-
-    held = Held()
-    recorder._open = (held, *recorder._open[1:])  # type: ignore[index,assignment]
-    gone = weakref.ref(held)
-    del recorder, held
+def test_the_clock_does_not_hold_a_step_that_never_ended() -> None:
+    device = Device()
+    clock = device.clock(history=Record(None))
+    recording = forward(device, clock)
+    gone = weakref.ref(recording)
+    del recording
     gc.collect()
     assert gone() is None
 
 
-def test_a_call_in_which_something_was_compiled_is_dropped_with_its_backward() -> None:
+def test_a_step_in_which_something_was_compiled_is_dropped() -> None:
     device = Device()
     compiled = [0]
-    clock = SegmentClock(skip=0, count=1, events=device.events, memory=device.memory, epoch=lambda: compiled[0])
+    clock = StepClock(skip=0, count=1, events=device.events, memory=device.memory, epoch=lambda: compiled[0])
 
     def compiles(name: str) -> None:
         device.compute(100.0)
         compiled[0] += 1
 
-    forward = run(device, clock, "forward", compiles)
-    assert run(device, clock, "backward", forward=forward) is None
-    assert run(device, clock, "forward", compiles) is not None
-    assert run(device, clock, "backward") is None, "its forward is known to be dropped"
+    recording = forward(device, clock, compiles)
+    assert recording is not None
+    assert not run(device, recording, "backward")
+    recording = forward(device, clock)
+    compiled[0] += 1  # between
+    assert run(device, recording, "backward")
+    recording = forward(device, clock)
+    assert run(device, recording, "backward", compiles)
     assert clock.readings().step_ms() == {}
-    # Between a forward and its backward: the bytes of the backward would be wrong.
-    forward = run(device, clock, "forward")
-    compiled[0] += 1
-    run(device, clock, "backward", forward=forward)
-    assert clock.readings().step_ms() == {"forward": 3.0}
     assert clock.measuring
     step(device, clock)
     assert clock.ready()
-    made = device.events.num_made
-    assert len(device.events._free) == made, "what was dropped gave its events back"
+    assert len(device.events._free) == device.events.num_made - 1, "what was dropped gave its events back"
 
 
 @pytest.mark.parametrize("order", [["a", "b"], ["b"], ["a"]])
 def test_brackets_that_do_not_match_are_dropped(order: list[str]) -> None:
     device = Device()
     clock = device.clock()
-    recorder = clock.begin("forward")
-    assert recorder is not None
+    recording = clock.begin_step()
+    recorder = None if recording is None else recording.begin("forward")
+    assert recording is not None and recorder is not None
     for name in order:
         recorder.before(name)
     if order == ["b"]:
         recorder.after("a")
     recorder.end()
+    assert recording.begin("backward") is None
+    recording.end()
     assert clock.readings().step_ms() == {}
     assert clock.measuring
 
 
-def test_forwards_under_hooks_or_in_a_recompute_are_left_out_with_their_backwards(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_compiled_autograd_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its backward launches is not this graph's alone."""
     device = Device()
     clock = device.clock(count=1)
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
-        assert run(device, clock, "forward", (50.0, 50.0)) is None
-    assert run(device, clock, "backward", (50.0, 50.0)) is None
-    monkeypatch.setattr(segment_clock, "in_backward", lambda: True)
-    assert run(device, clock, "forward", (50.0, 50.0)) is None
-    assert run(device, clock, "backward", (50.0, 50.0)) is None
-    monkeypatch.undo()
-    monkeypatch.setattr(segment_clock, "compiled_autograd_active", lambda: True)
-    assert step(device, clock) == (False, False)
+    recording = forward(device, clock, (50.0, 50.0))
+    monkeypatch.setattr(step_clock, "compiled_autograd_active", lambda: True)
+    assert not run(device, recording, "backward", (50.0, 50.0))
     monkeypatch.undo()
     assert step(device, clock) == (True, True)
     assert clock.readings().step_ms() == {"forward": 3.0, "backward": 7.0}
@@ -292,15 +304,14 @@ def test_nothing_touches_events_while_a_graph_is_captured() -> None:
     device = Device()
     clock = device.clock(count=2)
     step(device, clock)
-    run(device, clock, "forward")
+    recording = forward(device, clock)
     device.capturing, device.passed_ms = True, -1.0
-    unread = len(clock._unread)
-    assert unread
+    device.events.record, record = None, device.events.record  # type: ignore[method-assign,assignment]
+    assert not run(device, recording, "backward")
     assert step(device, clock) == (False, False)
-    assert not clock.ready()
-    assert len(clock._unread) == unread
-    device.capturing, device.passed_ms = False, float("inf")
-    run(device, clock, "backward")
+    assert not clock.ready() and clock.readings().step_ms() == {}
+    device.capturing, device.passed_ms, device.events.record = False, float("inf"), record  # type: ignore[method-assign]
+    step(device, clock)
     assert clock.ready()
 
 
@@ -310,24 +321,25 @@ def test_it_gives_up_on_shapes_that_never_repeat() -> None:
     recorded = [step(device, clock, signature=i) for i in range(12)]
     assert recorded == [(True, True)] * 8 + [(False, False)] * 4
     assert not clock.measuring
-    assert clock.ready()
+    assert clock.ready() and not clock.gave_up()
     assert [bool(clock.readings(i).step_ms()) for i in range(12)] == [True] * 8 + [False] * 4
 
 
-def test_a_forward_that_never_goes_backward_does_not_keep_it_recording() -> None:
+def test_forwards_that_never_go_backward_do_not_keep_it_recording() -> None:
     device = Device()
     clock = device.clock(count=2)
-    recorded = [run(device, clock, "forward") is not None for _ in range(5)]
-    assert recorded == [True, True, False, False, False]
-    assert clock.measuring
-    assert not clock.ready()
-    # Their backwards come after all. Whose they are is not known: times, no bytes.
-    for _ in range(2):
-        assert run(device, clock, "backward") is not None
-    assert clock.ready()
-    assert clock.readings().step_ms()["backward"] == 3.0
-    assert clock.readings().peak_bytes() is None
-    assert clock.readings().live_before()["backward"] == {}
+    recordings = [forward(device, clock) for _ in range(10)]
+    assert [r is not None for r in recordings] == [True] * 8 + [False] * 2
+    assert not clock.measuring
+    assert not clock.ready() and clock.gave_up()
+
+
+def test_a_few_forwards_that_never_go_backward_are_no_matter() -> None:
+    device = Device()
+    clock = device.clock(count=1)
+    forward(device, clock, (50.0, 50.0))
+    step(device, clock)
+    assert clock.readings().step_ms() == {"forward": 3.0, "backward": 7.0}
 
 
 # -- signatures --------------------------------------------------------------------------------------------------------
@@ -339,29 +351,19 @@ def test_calls_of_different_sizes_are_kept_apart() -> None:
     for size in (8, 16, 16, 8, 4, 16):
         step(device, clock, float(size), signature=(size,))
     assert clock.ready()
-    assert clock.readings().segment_ms()["forward"] == {"a": 16.0, "b": 32.0}
+    assert clock.readings().segment_ms()["forward"] == {"a": 16.0, "b": 32.0, TURN: 0.0}
     assert clock.readings((8,)).segment_ms()["backward"] == {"a": 32.0, "b": 24.0}
     assert clock.readings((4,)).step_ms() == {"forward": 12.0, "backward": 28.0}
     assert clock.readings((5,)).step_ms() == {}
 
 
-def test_a_backward_has_the_signature_of_its_forward() -> None:
-    device = Device()
-    clock = device.clock(count=1)
-    forward = run(device, clock, "forward", signature=(16, 2))
-    run(device, clock, "backward", signature=(2,), forward=forward)  # it is given fewer sizes
-    assert clock.readings((16, 2)).step_ms() == {"forward": 3.0, "backward": 3.0}
-    assert clock.readings((2,)).step_ms() == {}
-
-
-def test_a_signature_with_both_phases_goes_before_a_more_frequent_one() -> None:
+def test_forwards_alone_are_no_frequent_signature() -> None:
     device = Device()
     clock = device.clock(count=3)
     for _ in range(2):
-        run(device, clock, "forward", (9.0, 9.0), signature=9)
-    forward = run(device, clock, "forward", signature=1)
-    run(device, clock, "backward", signature=1, forward=forward)
-    assert clock.readings().step_ms() == {"forward": 3.0, "backward": 3.0}
+        forward(device, clock, (9.0, 9.0), signature=9)
+    step(device, clock, signature=1)
+    assert clock.readings().step_ms() == {"forward": 3.0, "backward": 7.0}
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------
@@ -392,8 +394,8 @@ def backward_work(device: Device) -> Work:
 def test_bytes_are_relative_to_the_beginning_of_the_forward() -> None:
     device = Device()
     clock = device.clock(count=1)
-    forward = run(device, clock, "forward", forward_work(device))
-    run(device, clock, "backward", backward_work(device), forward=forward)
+    recording = forward(device, clock, forward_work(device))
+    run(device, recording, "backward", backward_work(device))
     assert device.allocated == 1000
     assert clock.readings().live_before() == {"forward": {"a": 0, "b": 10}, "backward": {"a": 30, "b": 30}}
     assert clock.readings().live_after() == {"forward": {"a": 10, "b": 30}, "backward": {"a": 30, "b": 0}}
@@ -412,8 +414,8 @@ def test_a_segment_that_ends_at_the_peak_has_it_though_it_did_not_rise() -> None
     def work(name: str) -> None:
         device.allocate({"a": 10, "b": 50}[name])
 
-    forward = run(device, clock, "forward", work)
-    run(device, clock, "backward", lambda name: device.allocate(-30), forward=forward)
+    recording = forward(device, clock, work)
+    run(device, recording, "backward", lambda name: device.allocate(-30))
     # The first of the backward begins with it.
     assert clock.readings().segment_peaks() == {"forward": {"a": None, "b": 60}, "backward": {"a": 60, "b": None}}
     assert clock.readings().temp_bytes()["backward"] == {"a": 0, "b": None}
@@ -424,8 +426,8 @@ def test_below_an_older_peak_only_bounds_are_known() -> None:
     device = Device()
     device.peak = 5000
     clock = device.clock(count=1)
-    forward = run(device, clock, "forward", forward_work(device))
-    run(device, clock, "backward", backward_work(device), forward=forward)
+    recording = forward(device, clock, forward_work(device))
+    run(device, recording, "backward", backward_work(device))
     assert clock.readings().segment_peaks() == {"forward": {"a": None, "b": None}, "backward": {"a": None, "b": None}}
     assert clock.readings().peak_bytes() is None
     assert clock.readings().peak_bounds_bytes() == (30, 4000)
@@ -436,8 +438,8 @@ def test_one_step_in_which_the_peak_rose_is_enough() -> None:
     device = Device()
     clock = device.clock(count=3)
     for _ in range(3):
-        forward = run(device, clock, "forward", forward_work(device))
-        run(device, clock, "backward", backward_work(device), forward=forward)
+        recording = forward(device, clock, forward_work(device))
+        run(device, recording, "backward", backward_work(device))
     assert clock.readings().segment_peaks()["backward"] == {"a": 130, "b": None}
     assert clock.readings().peak_bytes() == 130
 
@@ -445,9 +447,9 @@ def test_one_step_in_which_the_peak_rose_is_enough() -> None:
 def test_a_peak_that_was_reset_inside_the_step_is_not_believed() -> None:
     device = Device()
     clock = device.clock(count=1)
-    forward = run(device, clock, "forward", forward_work(device))
+    recording = forward(device, clock, forward_work(device))
     device.peak = device.allocated  # torch.cuda.reset_peak_memory_stats()
-    run(device, clock, "backward", backward_work(device), forward=forward)
+    run(device, recording, "backward", backward_work(device))
     assert clock.readings().peak_bytes() is None
     assert clock.readings().peak_bounds_bytes() is None
     assert clock.readings().segment_peaks()["backward"] == {"a": 130, "b": None}  # inside the segments it holds
@@ -456,31 +458,30 @@ def test_a_peak_that_was_reset_inside_the_step_is_not_believed() -> None:
 def test_what_runs_between_forward_and_backward_counts_for_the_step() -> None:
     device = Device()
     clock = device.clock(count=1)
-    forward = run(device, clock, "forward", forward_work(device))
+    recording = forward(device, clock, forward_work(device))
     device.allocate(700)
     device.allocate(-700)
-    run(device, clock, "backward", backward_work(device), forward=forward)
-    assert clock.readings().peak_bytes() == 730
+    run(device, recording, "backward", backward_work(device))
+    assert clock.readings().peak_bytes() == clock.readings().gap_peaks()[TURN] == 730
     assert clock.readings().segment_peaks()["backward"] == {"a": None, "b": None}
 
 
 class Record:
-    """A record of the allocator that tells one peak; ``ended``: how, of all that were begun."""
+    """Begins records of the allocator that tell one peak; ``ended``: how each of them did."""
 
     def __init__(self, peak: int | None) -> None:
         self.peak = peak
-        self.ended: list[bool] = []
-        self.begun = 0
+        self.ended: list[bool | None] = []
 
     def __call__(self) -> Any:
-        self.begun += 1
-        return self
+        at = len(self.ended)
+        self.ended.append(None)
 
-    def end(self, *, read: bool = True) -> None:
-        self.ended.append(read)
+        def end(*, read: bool = True) -> None:
+            if self.ended[at] is None:
+                self.ended[at] = read
 
-    def peak_between(self, first: Memory, last: Memory) -> int | None:
-        return self.peak
+        return SimpleNamespace(end=end, peak_between=lambda first, last: self.peak)
 
 
 def test_a_loss_in_eager_code_has_its_time_and_its_peak() -> None:
@@ -490,14 +491,14 @@ def test_a_loss_in_eager_code_has_its_time_and_its_peak() -> None:
     record = Record(1000 + 60 + 700)
     clock = device.clock(count=2, history=record)
     for _ in range(2):
-        forward = run(device, clock, "forward", forward_work(device))
+        recording = forward(device, clock, forward_work(device))
         device.compute(5.0)
-        run(device, clock, "backward", backward_work(device), forward=forward)
+        run(device, recording, "backward", backward_work(device))
     assert clock.ready()
-    assert (record.begun, record.ended) == (1, [True])
-    assert clock.readings().turn_ms() == 5.0
-    assert clock.readings().turn_peak() == 760
-    assert clock.readings().step_ms() == {"forward": 2.0, "backward": 2.0}
+    assert record.ended == [True]
+    assert clock.readings().segment_ms()["forward"][TURN] == 5.0
+    assert clock.readings().gap_peaks() == {TURN: 760}
+    assert clock.readings().step_ms() == {"forward": 7.0, "backward": 2.0}
 
 
 def test_other_graphs_between_forward_and_backward_are_not_its_loss() -> None:
@@ -505,28 +506,63 @@ def test_other_graphs_between_forward_and_backward_are_not_its_loss() -> None:
     device = Device()
     record = Record(1000 + 700)
     outer, inner = device.clock(count=1, history=record), device.clock(count=1)
-    forwards = []
-    for clock in (outer, inner):
-        device.num_begun += 1
-        forwards.append(run(device, clock, "forward"))
-    run(device, inner, "backward", forward=forwards[1])
-    run(device, outer, "backward", forward=forwards[0])
+    recordings = [forward(device, clock) for clock in (outer, inner)]
+    for recording in reversed(recordings):
+        run(device, recording, "backward")
     assert outer.ready() and inner.ready()
-    assert outer.readings().turn_ms() is outer.readings().turn_peak() is None
-    assert inner.readings().turn_ms() == 0.0
-    assert record.ended == [False]
+    assert outer.readings().segment_ms()["forward"] == {"a": 1.0, "b": 2.0}
+    assert outer.readings().step_ms() == {"forward": 3.0, "backward": 3.0}
+    assert outer.readings().gap_peaks() == {}
+    assert inner.readings().segment_ms()["forward"][TURN] == 0.0
 
 
-def test_a_record_ends_though_no_backward_is_measured() -> None:
+def test_without_a_count_of_forwards_nothing_is_known_of_the_code_around_a_graph() -> None:
+    device = Device()
+    clock = StepClock(skip=0, count=2, events=device.events, memory=device.memory)
+    for _ in range(2):
+        step(device, clock)
+    assert clock.ready()
+    assert TURN not in clock.readings().segment_ms()["forward"]
+    assert clock.readings().between_steps_ms() is None
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_the_time_between_steps_is_known_where_no_other_graph_runs_there(others: int) -> None:
+    device = Device()
+    clock = device.clock(count=2)
+    for _ in range(2):
+        step(device, clock)
+        device.compute(8.0)
+        device.num_begun += others
+    assert clock.readings().between_steps_ms() == (None if others else 8.0)
+
+
+def test_a_record_ends_though_no_backward_comes() -> None:
     device = Device()
     record = Record(None)
     clock = device.clock(count=1, history=record)
-    run(device, clock, "forward")
-    run(device, clock, "forward")
-    assert (record.begun, record.ended) == (1, [False])
-    run(device, clock, "backward")
-    run(device, clock, "backward")
-    assert clock.readings().turn_ms() is clock.readings().turn_peak() is None
+    forward(device, clock)
+    assert record.ended == [None]
+    recording = forward(device, clock)
+    assert record.ended == [False, None]
+    late = forward(device, clock)
+    run(device, recording, "backward")
+    assert not clock.measuring
+    assert late is not None
+    assert record.ended == [False] * 3
+
+
+def test_a_record_is_begun_until_one_tells() -> None:
+    device = Device()
+    device.peak = 5000
+    record = Record(None)
+    clock = device.clock(count=3, history=record)
+    step(device, clock)
+    record.peak = 1000 + 5
+    step(device, clock)
+    step(device, clock)
+    assert clock.ready()
+    assert (record.ended, clock.readings().gap_peaks()) == ([True, True], {TURN: 5})
 
 
 def test_without_a_reader_there_are_times_only() -> None:
@@ -545,98 +581,34 @@ def test_without_a_reader_there_are_times_only() -> None:
 # -- pairs and threads -------------------------------------------------------------------------------------------------
 
 
-def test_the_only_forward_that_waits_is_the_one() -> None:
-    device = Device()
-    clock = device.clock(count=2)
-    for _ in range(2):
-        run(device, clock, "forward", forward_work(device), signature="s")
-        run(device, clock, "backward", backward_work(device))
-    assert clock.ready()
-    assert clock.readings("s").peak_bytes() == 130
-
-
-def test_a_pair_that_was_named_leaves_the_next_one_clear() -> None:
-    device = Device()
-    device.peak = 5000
-    clock = device.clock(count=2)
-    step(device, clock)
-    device.peak = 1000
-    run(device, clock, "forward", forward_work(device))
-    run(device, clock, "backward", backward_work(device))
-    assert clock.readings().peak_bytes() == 130
-
-
-def test_a_forward_that_ends_after_enough_was_measured_is_let_go() -> None:
+def test_a_step_that_ends_after_enough_was_measured_is_let_go() -> None:
     device = Device()
     clock = device.clock(count=1)
-    late = clock.begin("forward", signature="late")
-    assert late is not None
+    late = forward(device, clock, signature="late")
     step(device, clock)
     assert clock.ready()
-    late.end()
+    assert run(device, late, "backward")
     assert clock.ready()
     assert clock.readings("late").step_ms() == {}
-    assert clock._waiting is None
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_interleaved_forwards_are_paired_by_recorder(order: tuple[int, int]) -> None:
+def test_interleaved_steps_keep_apart(order: tuple[int, int]) -> None:
     device = Device()
     clock = device.clock(count=2)
-    forwards = [run(device, clock, "forward", forward_work(device), signature=i) for i in range(2)]
+    recordings = [forward(device, clock, forward_work(device), signature=i) for i in range(2)]
     for i in order:
-        run(device, clock, "backward", backward_work(device), signature="?", forward=forwards[i])
+        run(device, recordings[i], "backward", backward_work(device))
     # The second forward began 30 bytes higher; 60 were live when the first of the backwards ran.
     assert clock.readings(0).live_before()["backward"]["a"] == (60 if order[0] == 0 else 30)
     assert clock.readings(1).live_before()["backward"]["a"] == (30 if order[0] == 1 else 0)
-
-
-def test_interleaved_forwards_are_not_guessed_at() -> None:
-    """The owner of the backward is not known: times, no bytes, from then on."""
-    device = Device()
-    clock = device.clock(count=5)
-    for _ in range(2):
-        for _ in range(2):
-            run(device, clock, "forward", forward_work(device))
-        for _ in range(2):
-            assert run(device, clock, "backward", backward_work(device)) is not None
-    run(device, clock, "forward", forward_work(device))
-    run(device, clock, "backward", backward_work(device))
-    assert clock.ready()
-    assert clock.readings().step_ms() == {"forward": 2.0, "backward": 2.0}
-    assert clock.readings().live_before()["backward"] == {}
-    assert clock.readings().peak_bytes() is None
-
-
-def test_a_backward_that_runs_twice_is_two_calls() -> None:
-    """With retain_graph."""
-    device = Device()
-    clock = device.clock(count=2)
-    for _ in range(2):
-        forward = run(device, clock, "forward")
-        for _ in range(2):
-            run(device, clock, "backward", forward=forward)
-    assert clock.ready()
-    assert clock.readings().step_ms() == {"forward": 3.0, "backward": 3.0}
-
-
-def test_the_second_backward_does_not_change_what_the_first_one_saw() -> None:
-    device = Device()
-    clock = device.clock(count=2)
-    device.passed_ms = 0.0  # both are read when both have run
-    forward = run(device, clock, "forward", forward_work(device))
-    run(device, clock, "backward", backward_work(device), forward=forward)
-    device.peak = device.allocated
-    run(device, clock, "backward", backward_work(device), forward=forward)
-    device.passed_ms = float("inf")
-    assert clock.readings().peak_bytes() == 130
 
 
 def test_forward_and_backward_on_two_threads() -> None:
     """Each recorder keeps to its own call while the other thread records at the same time."""
     device = Device()
     clock = device.clock(count=50)
-    handed: list[Recorder | None] = []
+    handed: list[StepRecording | None] = []
     turn = threading.Barrier(2, timeout=30)
     errors: list[BaseException] = []
 
@@ -647,45 +619,44 @@ def test_forward_and_backward_on_two_threads() -> None:
         try:
             for i in range(50):
                 turn.wait()
-                run(device, clock, "backward", meet, forward=handed[i])
+                run(device, handed[i], "backward", meet)
                 turn.wait()
         except BaseException as error:
             errors.append(error)
             turn.abort()
 
     thread = threading.Thread(target=backwards)
-    handed.append(run(device, clock, "forward", lambda name: None))
+    handed.append(forward(device, clock, lambda name: None))
     thread.start()
     for _ in range(50):
         turn.wait()
-        handed.append(run(device, clock, "forward", meet))
+        handed.append(forward(device, clock, meet))
         turn.wait()
     thread.join()
     assert not errors
     assert clock.ready()
     readings = clock.readings()
     assert {p: list(ms) for p, ms in readings.segment_ms().items()} == {"forward": ["a", "b"], "backward": ["a", "b"]}
-    assert [len(clock._samples[phase, ()]) for phase in PHASES] == [50, 50]
-    assert len(set(map(id, device.events._free))) == device.events.num_made
+    assert [len(samples) for samples in readings.samples.values()] == [50, 50]
+    assert len(set(map(id, device.events._free))) == len(device.events._free)
 
 
 # -- devices -----------------------------------------------------------------------------------------------------------
 
 
 def test_the_clock_of_a_cpu() -> None:
-    clock = clock_for(torch.device("cpu"), skip=0, count=2)
+    clock = step_clock_for(torch.device("cpu"), skip=0, count=2)
     for _ in range(2):
-        run(Device(), clock, "forward", lambda name: None)
-        run(Device(), clock, "backward", lambda name: None)
+        step(Device(), clock)
     assert clock.ready()
     assert all(ms >= 0 for of_phase in clock.readings().segment_ms().values() for ms in of_phase.values())
     assert clock.readings().peak_bytes() is None
 
 
 @pytest.mark.parametrize("counter", ["num_segments_compiled", "num_segments_reused"])
-def test_what_fxoffload_compiles_spoils_the_call(counter: str) -> None:
-    clock = clock_for(torch.device("cpu"), skip=0, count=1)
-    run(Device(), clock, "forward", lambda name: counters.add(counter))
+def test_what_fxoffload_compiles_spoils_the_step(counter: str) -> None:
+    clock = step_clock_for(torch.device("cpu"), skip=0, count=1)
+    run(Device(), forward(Device(), clock, lambda name: counters.add(counter)), "backward")
     assert clock.readings().step_ms() == {}
-    run(Device(), clock, "forward", lambda name: None)
-    assert clock.readings().step_ms().keys() == {"forward"}
+    step(Device(), clock)
+    assert clock.readings().step_ms().keys() == {"forward", "backward"}

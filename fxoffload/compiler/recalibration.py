@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 from fxoffload.compiler.explain import floors_of
 from fxoffload.compiler.graph_budget import GraphBudget
@@ -17,6 +18,7 @@ from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.simulate import simulate
 from fxoffload.planner.steps import TrainingStep
 from fxoffload.runtime import background
+from fxoffload.runtime.tracker.chains import PlanObserver
 from fxoffload.sizes import format_bytes
 from fxoffload.step.readings import Readings
 
@@ -48,6 +50,7 @@ class Recalibration(ABC):
         exceeded: whether the schedule that ran takes more than the limit, with measured times.
         far_longer: whether steps take far longer than predicted, so that far more may move.
         control: holds a graph to its budget; None: nothing does.
+        observer: of the plan; set by it.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class Recalibration(ABC):
         self.exceeded = self.far_longer = False
         self.scheduler = scheduler
         self.control: GraphBudget | None = None
+        self.observer: Callable[[], PlanObserver | None] = lambda: None
 
     @abstractmethod
     def measured(self, readings: Readings) -> tuple[TrainingStep, Prediction]:
