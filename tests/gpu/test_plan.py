@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 import fxoffload
-from tests.gpu.gpu_support import allocated_above, build, fresh_input
+from tests.gpu.gpu_support import allocated_above, build, fresh_input, join
 
 pytestmark = pytest.mark.gpu
 
@@ -41,7 +39,7 @@ def test_a_budget_is_met_in_every_step_and_changes_no_gradient() -> None:
         x = fresh_input(step)
         model.zero_grad()
         peaks.append(allocated_above(lambda x=x: compiled(x).backward()))
-        time.sleep(0.05)  # a plan made again works on a thread of its own
+        join("fxoffload-replan")
     plan = fxoffload.plans()[-1]
     assert plan.predicted_peak_bytes <= budget
     assert max(peaks[1:]) <= budget, [p / 2**20 for p in peaks]
@@ -65,7 +63,7 @@ def test_the_calibrated_plan_is_near_what_is_measured() -> None:
     compiled = torch.compile(model, backend="fxoffload", options={**OPTIONS, "max_slowdown": 0.5})
     for step in range(16):
         gradients(model, compiled, fresh_input(step))
-        time.sleep(0.05)
+        join("fxoffload-replan")
     torch.cuda.synchronize()
     gradients(model, compiled, fresh_input(0))
     plan = fxoffload.plans()[-1]
