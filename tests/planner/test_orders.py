@@ -133,6 +133,25 @@ def test_a_value_that_a_later_forward_reads_stays() -> None:
     assert concatenate([layer()] * 3, until_before, order).candidates[1] == ("call 1/x", "call 1/h")
 
 
+def test_an_output_that_is_saved_stays_for_a_later_forward() -> None:
+    """The backward that saved it comes before the forward that reads it."""
+    plain = layer()
+    storages = {s.name: s for s in plain.storages}
+    saves = replace(
+        plain,
+        storages=tuple({**storages, "y": replace(storages["y"], moved_bytes=10)}.values()),
+        backward=(replace(plain.backward[0], reads=("dy", "x", "h", "y")),),
+    )
+    reads = replace(
+        plain,
+        storages=tuple({**storages, "x": replace(storages["x"], moved_bytes=None)}.values()),
+        backward=(replace(plain.backward[0], reads=("dy", "h")),),
+    )
+    passed = [EdgeMemory(((0, "y"), (2, "x")), Moment("forward", 2))]
+    for text, name in (("FF0F12", None), ("FFF210", "call 0/y")):
+        assert concatenate([saves, plain, reads], passed, order_of(text)).candidates[0][-1] == name
+
+
 def test_an_input_that_cannot_be_watched_is_not_taken_back() -> None:
     for watched in (True, False):
         held = [EdgeMemory(((k, "x"),), Moment("forward", k), watched=watched) for k in range(2)]
