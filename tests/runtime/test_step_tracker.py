@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ import torch
 from fxoffload.runtime.profiler.allocator_trace import Memory
 from fxoffload.runtime.tracker import running_step, step_state, step_tracker
 from fxoffload.runtime.tracker.chains import ChainPlan, Sizes
+from fxoffload.runtime.tracker.hold_to_budget import HoldToBudget
 from fxoffload.runtime.tracker.step_state import BEGINNINGS, NEXT, Departure, StepEvent, StepState, after
 from fxoffload.runtime.tracker.step_tracker import StepTracker
 from fxoffload.runtime.transfer import Group
@@ -203,6 +205,16 @@ def pipeline(script: Script) -> Script:
         script.play(PIPELINE)
     assert script.tracker.state is StepState.COMPLETE
     return script
+
+
+def test_the_turn_of_a_pipeline_comes_once(pipeline: Script) -> None:
+    """The peak of its loss is that before the first backward, whatever forwards come after it."""
+    with (
+        mock.patch.object(HoldToBudget, "forward_ended") as forward,
+        mock.patch.object(HoldToBudget, "first_backward_begins") as backward,
+    ):
+        pipeline.play(PIPELINE)
+    assert (forward.call_count, backward.call_count) == (4, 1)
 
 
 @pytest.mark.parametrize(
