@@ -234,6 +234,15 @@ def test_windows_stay_within_the_limit(found: tuple[list[TrainingStep], CallOrde
     assert ran.boundaries[-1].after_bytes == kept.boundaries[-1].after_bytes
 
 
+@pytest.mark.parametrize("text", ["FF0F12", "FFF0F1F234"])
+def test_before_the_first_backward_as_much_may_be_ahead_as_at_its_entry(text: str) -> None:
+    chain = microbatches(text)
+    decisions = chain.step.decide({name: True for names in chain.candidates for name in names if name})
+    windows = windows_for(chain.step, decisions, least_peak_bytes(chain.step, decisions) + 10)
+    assert windows is not None
+    assert windows.ahead[0] == windows.ahead[1] > windows.ahead[3]
+
+
 @many
 @given(decided_chains())
 def test_the_usual_order_has_the_same_bytes_when_it_is_spelled_out(
