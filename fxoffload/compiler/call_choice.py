@@ -15,6 +15,10 @@ from fxoffload.runtime.tracker.tracked_graph import TrackedGraph
 from fxoffload.runtime.variant import Variants
 from fxoffload.step.choice import Choice
 
+_JOINED = "; since then planned together with other calls of its step"
+# After as many calls that follow a plan for their step, the graph's own plan is not measured again.
+_FOR_GOOD = 20
+
 
 @dataclass(eq=False)
 class CallChoice:
@@ -36,7 +40,7 @@ class CallChoice:
     order: Sequence[int]
     by_size: ScheduleBySize | None = None
     replan: Replan | None = None
-    _is_told: bool = field(default=False, init=False)
+    _num_joined: int = field(default=0, init=False)  # calls in a row that followed a plan for their step
     _is_in_order: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -60,20 +64,24 @@ class CallChoice:
         """The recording of the step of this call alone. None: it is not of the step that was planned, is measured with
         the other graphs of its step, or need not be measured."""
         replan = self.replan
-        if self.tracked.followed is not None and not self._is_told:
-            self._joins_a_step()
-        if replan is None or replan.clock is None or (self.by_size is not None and not self.by_size.is_planned(args)):
+        if self._follows_a_step() or replan is None or replan.clock is None:
+            return None
+        if self.by_size is not None and not self.by_size.is_planned(args):
             return None
         if choice.windows is None or reason_to_keep() is not None:
             return None
         # Sizes that vary from call to call are arguments.
         return replan.step_begins(signature=(tuple(a for a in args if isinstance(a, int)), tuple(choice.offload)))
 
-    def _joins_a_step(self) -> None:
-        """The graph's own plan gives way to one for the step, which is measured instead."""
-        self._is_told = True
-        box = self.graph.plan_box
-        if box is not None:
-            box.update(summary=f"{box.plan.summary}; since then planned together with other graphs of its step")
-            if self.replan is not None:
-                self.replan.stop()
+    def _follows_a_step(self) -> bool:
+        """Whether the graph's own plan gives way to one for the step, which is measured instead."""
+        follows, box = self.tracked.followed is not None, self.graph.plan_box
+        if not follows and not self._num_joined:
+            return False
+        if box is not None and follows != bool(self._num_joined):
+            own = box.plan.summary.removesuffix(_JOINED)
+            box.update(summary=own + _JOINED if follows else own)
+        self._num_joined = self._num_joined + 1 if follows else 0
+        if self._num_joined == _FOR_GOOD and box is not None and self.replan is not None:
+            self.replan.stop()  # It holds graphs.
+        return follows

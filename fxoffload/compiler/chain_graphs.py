@@ -16,9 +16,10 @@ from fxoffload.compiler.pipeline import BackwardState, ForwardState
 from fxoffload.compiler.planning import GraphPlanning
 from fxoffload.compiler.variant_maker import PlannedVariant, VariantMaker, edges_at, with_all_inputs
 from fxoffload.errors import UnsupportedError
+from fxoffload.plan_report.plan import Plan
 from fxoffload.planner.as_measured import as_measured
 from fxoffload.planner.objective import Objective
-from fxoffload.planner.plan import Basis
+from fxoffload.planner.plan import Basis, Decision
 from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.steps import TrainingStep, edges_of
 from fxoffload.runtime.engine import Budgets
@@ -79,6 +80,7 @@ class GraphDescription:
         warned: kinds of warnings that plans which begin here have given.
         plain: of a graph with a plan of its own: one forward and backward as plain Inductor has it, and its edges.
         checkpointed: the same under activation checkpointing, where its own plan replaces that.
+        recomputed: by a plan of its own.
         basis: the source of its times (``Plan.basis``).
         estimate: the step before its segments ran on made-up inputs; None: they did not.
     """
@@ -94,6 +96,7 @@ class GraphDescription:
     warned: set[str] = field(default_factory=set, compare=False)
     plain: tuple[TrainingStep, Edges] | None = None
     checkpointed: tuple[TrainingStep, Edges] | None = None
+    recomputed: tuple[Decision, ...] = ()
     basis: Basis = "estimated"
     estimate: TrainingStep | None = None
 
@@ -137,7 +140,16 @@ class OtherForm:
 def other_forms(planned: GraphPlanning, settings: PartitionSettings) -> dict[str, OtherForm]:
     """The forms of a graph that its own plan replaces, by their names in ``GraphDescription``."""
     forms = {"plain": planned.base, "checkpointed": planned.checkpointed}
-    return {name: OtherForm(form, settings) for name, form in forms.items() if form is not None and form.step}
+    return {
+        name: OtherForm(form, settings)
+        for name, form in forms.items()
+        if form is not None and form.step is not None and form.step != planned.partitioning.step
+    }
+
+
+def recomputed_by(plan: Plan) -> tuple[Decision, ...]:
+    """The decisions of a graph's own plan that stay as they are compiled."""
+    return tuple(decision for decision in plan.decisions if decision.action == "recompute")
 
 
 def describe_graph(

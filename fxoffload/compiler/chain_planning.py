@@ -292,21 +292,30 @@ class ChainPlanning:
         FSDP2, two H200s, 2026-11-28).
         """
         if self.limit_bytes is None:
-            aim = ChainObjective(max_ms=self.objective.most_ms(self.baseline.step_ms))
+            aim = ChainObjective(max_ms=self._most_ms)
             self._quick = self.chain_search.as_compiled(aim)
             return self._quick.schedule
         return self.compiled.scheduler.least_time(self.limit_bytes)
+
+    @property
+    def _most_ms(self) -> float:
+        """Most time that a step may take without a budget.
+
+        Graphs recompute what their own plans say, which may take longer than the slowdown that is allowed. To move what
+        hides costs no more.
+        """
+        return max(self.objective.most_ms(self.baseline.step_ms), self.plain.scheduler.keep_all().step_ms)
 
     def run(self) -> Schedule:
         """The schedule that meets the objective best."""
         if self.objective.budget_bytes is not None:
             return self._within(self.objective.budget_bytes)
         slowdown = self.objective.max_slowdown or 0.0
-        aim = ChainObjective(max_ms=self.objective.most_ms(self.baseline.step_ms))
-        found = self._take(aim)
+        found = self._take(ChainObjective(max_ms=self._most_ms))
         if found is None or found.simulation.peak_bytes > (1 - _WORTH) * self.baseline.peak_bytes:
             self.choice = self.plain
-            self.summary = f"at most {100 * slowdown:.3g} % slowdown would save next to nothing: everything is kept"
+            instead = "nothing moves" if any(d.recomputed for d in self.descriptions) else "everything is kept"
+            self.summary = f"at most {100 * slowdown:.3g} % slowdown would save next to nothing: {instead}"
             return self._keep_all()
         self.summary = f"{aim_of(self.objective)}: {self.gain(found)}"
         return found
@@ -575,7 +584,9 @@ class ChainPlanning:
 
     def decisions(self, schedule: Schedule) -> tuple[Decision, ...]:
         """What happens to every value."""
-        return tuple(grouped(row for k in range(len(self.descriptions)) for row in self._rows(k, schedule)))
+        rows = (row for k in range(len(self.descriptions)) for row in self._rows(k, schedule))
+        own = dict.fromkeys(d.recomputed for d in self.descriptions)
+        return (*grouped(rows), *(decision for decisions in own for decision in decisions))
 
     def _rows(self, call: int, schedule: Schedule) -> Iterable[ExplainRow]:
         label, saved = f"call {call}", self._saved(self.choice, call)

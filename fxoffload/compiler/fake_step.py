@@ -18,7 +18,7 @@ import torch.fx as fx
 from fxoffload.analysis.values import output_values
 from fxoffload.compiled_graph import CompiledGraph
 from fxoffload.compiler.batch_sizes import depends_on_data
-from fxoffload.compiler.chain_graphs import GraphDescription, describe_graph, other_forms
+from fxoffload.compiler.chain_graphs import GraphDescription, describe_graph, other_forms, recomputed_by
 from fxoffload.compiler.partitioning import Partitioning, copy_graph, describe
 from fxoffload.compiler.session import CompileSession, GraphKwargs
 from fxoffload.compiler.variant_maker import Compiled, VariantMaker
@@ -91,7 +91,7 @@ class FakeGraph:
         for name, form in other_forms(self.planned, self._session.partition_settings()).items():
             step, edges = form.description(state, up)
             others[name] = step, _at_inputs_of(edges, self._partitioning.backward, self._backward)
-        return replace(description, **others)
+        return replace(description, **others, recomputed=recomputed_by(self.planned.plan))
 
     def _description_of(
         self, partitioning: Partitioning, variant_maker: VariantMaker | None

@@ -39,6 +39,7 @@ from fxoffload.compiler.chain_graphs import (
     describe_graph,
     is_dynamic,
     other_forms,
+    recomputed_by,
 )
 from fxoffload.compiler.graph_budget import GraphBudget, PlannedGraph
 from fxoffload.compiler.graph_inputs import GraphInputs, parameters_in_joint
@@ -477,12 +478,14 @@ class CompileSession:
             )
             if found is not None:
                 others = {name: form.description(forward.state, backward) for name, form in self._others.items()}
-                found = replace(found[0], **others), found[1]
+                recomputed = () if own is None else recomputed_by(own.plan)
+                found = replace(found[0], **others, recomputed=recomputed), found[1]
         except Exception as error:
-            log.warning("a graph runs without a part in a plan over several graphs: %s", in_brief(error))
-            if own is not None and is_promised:
+            level = logging.INFO if own is not None and not is_promised else logging.WARNING  # it keeps its own plan
+            log.log(level, "a graph runs without a part in a plan over several graphs: %s", in_brief(error))
+            if is_promised and own is not None:
                 tracked.own_plan = OwnPlan(own.plan.predicted.peak_bytes, self._own_budget or 0, str(error))
-            else:
+            elif own is None:
                 told.no_common_plan(self._objective.budget_bytes, str(error))
             return
         if found is not None:
@@ -498,7 +501,7 @@ class CompileSession:
                 tracked.may_follow, tracked.may_keep = forward.graph.may_follow, forward.graph.may_keep
                 if budget is not None:
                     tracked.gives_up = functools.partial(told.irregular_steps, budget)
-                elif is_checkpointed:
+                elif is_checkpointed and own is None:
                     tracked.gives_up = told.checkpointing_stays
 
             if own is not None:

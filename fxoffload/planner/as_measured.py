@@ -77,7 +77,7 @@ def _ratio(
     """Measured against estimated time of segments that differ; of all of a phase where those are a small part of it."""
     of_some, of_all = _times(differing), _times(everything)
     estimated, measured = of_some if of_some[0] > _FEW * of_all[0] else of_all
-    return measured / max(estimated, 1e-9)
+    return measured / estimated if estimated else 1.0
 
 
 def _times(pairs: Iterable[tuple[SegmentStep, SegmentStep]]) -> tuple[float, float]:

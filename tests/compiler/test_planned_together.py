@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 import fxoffload
-from fxoffload.compiler import session
+from fxoffload.compiler import call_choice, session
 from fxoffload.plan_report.plan import Plan
 from fxoffload.runtime.engine import engine_for
 from tests.planner.test_chain_replan import measured
@@ -154,18 +154,17 @@ def test_the_buckets_of_ddp() -> None:
 
 @pytest.mark.slow
 def test_a_graph_that_follows_the_plan_of_a_step_is_not_measured_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It then takes more or less than planned."""
+    """It then takes more or less than planned. Where that plan is lost it is measured again, unless it was for good."""
 
     class Follower:
-        clock, stopped = None, False
+        clock, calibration, stopped = object(), None, False
+        begun = 0
 
-        def poll(self) -> None:
-            return None
-
-        calibration = None
+        def step_begins(self, **_: object) -> None:
+            self.begun += 1
 
         def stop(self) -> None:
-            self.stopped = True
+            self.stopped, self.clock = True, None
 
     followers: list[Follower] = []
 
@@ -174,13 +173,26 @@ def test_a_graph_that_follows_the_plan_of_a_step_is_not_measured_alone(monkeypat
         return followers[-1]
 
     monkeypatch.setattr(session, "replan_for", follow)
-    module, x = Halves(), batch(length=480)
-    model = torch.compile(module, backend="fxoffload", options={**OPTIONS, "activation_budget": 1_240_000})
-    seen = []
-    for _ in range(STEPS):
-        step(model, module, x)
-        seen.append([f.stopped for f in followers])
-    assert seen == [[False, False]] * 3 + [[True, True]] * (STEPS - 3)
+    monkeypatch.setattr(call_choice, "_FOR_GOOD", 6)
+    module, x, before = Halves(breaks=False), batch(length=48), known()
+    model = torch.compile(module, backend="fxoffload", options={**OPTIONS, "max_slowdown": 5.0})
+
+    def steps(count: int, forwards: int) -> int:
+        """Returns how many were measured by themselves."""
+        begun = sum(f.begun for f in followers)
+        for _ in range(count):
+            sum(model(x).square().mean() for _ in range(forwards)).backward()  # type: ignore[union-attr]
+        return sum(f.begun for f in followers) - begun
+
+    def said() -> bool:
+        return "planned together" in plans_since(before)[0].summary
+
+    assert (steps(3, 2), said()) == (6, False)
+    assert (steps(1, 2), said()) == (0, True)
+    assert (steps(4, 1) > 0, said()) == (True, False)
+    assert not any(f.stopped for f in followers)
+    steps(STEPS + 3, 2)
+    assert said() and all(f.stopped for f in followers)
 
 
 @pytest.mark.slow

@@ -103,6 +103,7 @@ def test_graphs_with_plans_of_their_own_are_planned_together() -> None:
     first, second, together = trained_plans(model, x)[-3:]
     assert "over 2 calls of 2 graphs, the least peak found within" in found.summary
     assert found.decisions == together.decisions
+    assert {d for d in first.decisions if d.action == "recompute"} <= set(found.decisions)
     assert found.predicted == together.predicted
     assert found.baseline == together.baseline
     assert found.baseline_step_ms == pytest.approx(first.baseline_step_ms + second.baseline_step_ms)

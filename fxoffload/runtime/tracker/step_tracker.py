@@ -146,7 +146,16 @@ class StepTracker:
             planning = self._planning
         if planning is not None:
             planning.join()
-        return step.began is StepState.FOLLOWING or not step.awaits_plan
+        return step.began is StepState.FOLLOWING or not (step.awaits_plan or self._has_joined(step))
+
+    @staticmethod
+    def _has_joined(step: RunningStep) -> bool:
+        """Whether steps like it are to be planned, as was found while it ran."""
+        first = step.calls[0].tracked() if step.calls else None
+        chain = None if first is None else first.chains.get(step.sizes)
+        if first is None or first.planner is None or chain is None or chain.plan is not None:
+            return False
+        return first.chains.awaits_plan(chain)
 
     def forget(self) -> None:
         """All compiled code is dropped. The step that runs goes on unwatched. Takes no lock; see [Note: Reset]."""
