@@ -1,4 +1,7 @@
-"""Random models called in random orders: offloading changes no bit, and eager gives nearly the same."""
+"""Random models called in random orders: offloading changes no bit, and torch's own backend gives nearly the same.
+
+Not eager: in some orders compiled code has other ``.grad`` than eager has, and decompositions round bf16 otherwise.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import gc
 import pytest
 import torch
 import torch._dynamo
+from torch._functorch import config as functorch_config
 
 import fxoffload
 from tests.semantics.random_programs import Order, Program
@@ -20,6 +24,7 @@ def check(seed: int, orders: int) -> None:
     model = Program(seed)
     policy, options = WAYS[seed % len(WAYS)]
     call = compiled(model, policy=policy, **options)
+    reference = torch.compile(model, backend="aot_eager_decomp_partition")
     before = {name: value.detach().clone() for name, value in model.state_dict().items()}
     with torch._dynamo.config.patch(recompile_limit=32):  # training, evaluation, gradients of inputs or not
         for order in (Order.random(1000 * seed + i) for i in range(orders)):
@@ -35,7 +40,8 @@ def check(seed: int, orders: int) -> None:
                 assert_equal(run(call), offloaded)
             assert_equal(run(call), offloaded)
             if not model.is_random:
-                assert_close(offloaded, run(model), rtol=1e-3, atol=1e-3)
+                with functorch_config.patch(donated_buffer=False):  # gradients of gradients
+                    assert_close(offloaded, run(reference), rtol=1e-3, atol=1e-3)
             gc.collect()
             assert_nothing_held()
     assert policy == "auto" or fxoffload.stats().bytes_offloaded > 0
