@@ -80,7 +80,7 @@ class GraphDescription:
         warned: kinds of warnings that plans which begin here have given.
         plain: of a graph with a plan of its own: one forward and backward as plain Inductor has it, and its edges.
         checkpointed: the same under activation checkpointing, where its own plan replaces that.
-        recomputed: by a plan of its own.
+        recomputed: what a plan of its own recomputes, whatever the plan of the chain moves.
         basis: the source of its times (``Plan.basis``).
         estimate: the step before its segments ran on made-up inputs; None: they did not.
     """
@@ -138,17 +138,19 @@ class OtherForm:
 
 
 def other_forms(planned: GraphPlanning, settings: PartitionSettings) -> dict[str, OtherForm]:
-    """The forms of a graph that its own plan replaces, by their names in ``GraphDescription``."""
-    forms = {"plain": planned.base, "checkpointed": planned.checkpointed}
-    return {
-        name: OtherForm(form, settings)
-        for name, form in forms.items()
-        if form is not None and form.step is not None and form.step != planned.partitioning.step
-    }
+    """The forms of a graph that its own plan replaces, by their names in ``GraphDescription``.
+
+    Plain Inductor's is none where the plan recomputes the same. Activation checkpointing's always is: it says what the
+    step is compared with.
+    """
+    base = planned.base
+    is_plain = base is None or base.step == planned.partitioning.step
+    forms = {"plain": None if is_plain else base, "checkpointed": planned.checkpointed}
+    return {name: OtherForm(form, settings) for name, form in forms.items() if form is not None and form.step}
 
 
 def recomputed_by(plan: Plan) -> tuple[Decision, ...]:
-    """The decisions of a graph's own plan that stay as they are compiled."""
+    """The decisions of a graph's own plan to recompute: they are compiled."""
     return tuple(decision for decision in plan.decisions if decision.action == "recompute")
 
 

@@ -65,6 +65,8 @@ class AddsToLogs(TrainerCallback):
 
 
 class AddsFirst(AddsToLogs):
+    """Stands in front of a Trainer's callbacks, and calls ``add`` with the state and the logs."""
+
     def __init__(self, add: Callable[[TrainerState, dict[str, Any]], None]) -> None:
         self.add = add
 

@@ -1,4 +1,4 @@
-"""A step with measurements in place of its estimates; and what they say of another partition of the same graph."""
+"""Measured times and bytes of segments take the place of estimates, in a step and in other partitions of its graph."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def as_measured(other: TrainingStep, estimated: TrainingStep, measured: Training
         found = []
         for segment in segments:
             if segment.name in same:
-                measured_one = pairs[segment.name][1]
-                found.append(replace(segment, ms=measured_one.ms, temp_bytes=measured_one.temp_bytes))
+                _, known_now = pairs[segment.name]
+                found.append(replace(segment, ms=known_now.ms, temp_bytes=known_now.temp_bytes))
             else:
                 found.append(replace(segment, ms=segment.ms * ratio))
         return tuple(found)

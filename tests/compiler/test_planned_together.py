@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -17,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import fxoffload
 from fxoffload.compiler import call_choice, session
+from fxoffload.compiler.chain_graphs import other_forms
 from fxoffload.plan_report.plan import Plan
 from fxoffload.runtime.engine import engine_for
 from tests.planner.test_chain_replan import measured
@@ -119,6 +121,23 @@ def test_without_a_budget_the_plan_is_for_the_step_too() -> None:
     assert fxoffload.stats().bytes_offloaded == together.predicted.bytes_offloaded > 0
     with fxoffload.override_policy("keep_all"):
         assert all(map(torch.equal, found, step(model, module, x)))
+
+
+def test_forms_that_a_plan_of_its_own_replaces() -> None:
+    """Plain Inductor's where it differs; activation checkpointing's, which the step is compared with, in any case."""
+
+    def form(step: str) -> Any:
+        return SimpleNamespace(step=step)
+
+    def names(base: str | None, checkpointed: str | None) -> set[str]:
+        planned = SimpleNamespace(
+            partitioning=form("own"), base=base and form(base), checkpointed=checkpointed and form(checkpointed)
+        )
+        return set(other_forms(planned, None))  # type: ignore[arg-type]
+
+    assert names("plain", None) == {"plain"}
+    assert names("own", None) == names(None, None) == set()
+    assert names("own", "own") == {"checkpointed"}
 
 
 @pytest.fixture
