@@ -82,7 +82,7 @@ class GraphDescription:
         checkpointed: the same under activation checkpointing, where its own plan replaces that.
         recomputed: what a plan of its own recomputes, whatever the plan of the chain moves.
         basis: the source of its times (``Plan.basis``).
-        estimate: the step before its segments ran on made-up inputs; None: they did not.
+        estimate: the step before anything of it was measured; None: nothing was.
     """
 
     graph: CompiledGraph
@@ -115,6 +115,20 @@ class GraphDescription:
         if self.sized is None or not sizes:
             return self
         return replace(self, step=self.sized.step_at(sizes, self.rates), sizes=sizes)
+
+    def measured(self, step: TrainingStep, basis: Basis) -> GraphDescription:
+        """The same with measurements in the place of estimates; other forms of the graph are corrected by them.
+
+        Args:
+            step: as measured.
+            basis: what was measured.
+        """
+        estimate = self.estimate or self.step
+        others = {
+            name: None if form is None else (as_measured(form[0], self.step, step), form[1])
+            for name, form in (("plain", self.plain), ("checkpointed", self.checkpointed))
+        }
+        return replace(self, step=step, estimate=estimate, basis=basis, **others)
 
     def step_of(self, variant: PlannedVariant) -> TrainingStep:
         """Of a variant of the graph, with the sizes that ``step`` has."""

@@ -17,15 +17,14 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 
 from fxoffload.compiler.batch_sizes import Sizes
 from fxoffload.compiler.chain_graphs import GraphDescription, descriptions_at
-from fxoffload.compiler.chain_search import CallDescription, CallVariants, ChainChoice, ChainObjective, ChainSearch
+from fxoffload.compiler.chain_search import CallDescription, ChainChoice, ChainObjective, ChainSearch
 from fxoffload.compiler.explain import (
     ExplainRow,
     floors_of,
@@ -47,7 +46,6 @@ from fxoffload.planner.chain import NO_EXTRA_MEMORY, Chain, ExtraMemory, with_tu
 from fxoffload.planner.extra_memory import extra_memory_of_larger, extra_memory_when_calls_begin, raised
 from fxoffload.planner.pacing import paced_calls, rates_with_pace
 from fxoffload.planner.plan import BASES, Decision, Prediction
-from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.simulate import Simulation, simulate
 from fxoffload.planner.steps import TrainingStep
@@ -162,7 +160,7 @@ class ChainPlanning:
         self.baseline: Simulation = self.chain_search.baseline(self.plain)
         self.is_plain_compiled = not is_checkpointed and all(c.plain is None for c in self.chain_search.calls)
         self.numbers = [0] * len(descriptions)
-        self.summary = ""
+        self.summary = self._aim = ""
         self._least: dict[int, tuple[ChainChoice, Schedule]] = {}  # by the choice's id, which it keeps alive
 
     @property
@@ -176,6 +174,11 @@ class ChainPlanning:
         """Whether it is replanned with measured times. Where sizes vary, they are not those of one step; the clock of
         a chain knows the usual order of calls alone."""
         return self.descriptions[0].settings.calibrates and not self.sizes and self.order is None
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether steps that ran the graphs as compiled were measured."""
+        return all(d.basis == "steps" for d in self.descriptions)
 
     @property
     def records(self) -> bool:
@@ -218,21 +221,15 @@ class ChainPlanning:
             )
             for d, w in zip(descriptions, written, strict=True)
         ]
-        return ChainSearch(calls, edge_memory, self._scheduler, self.rates, self.host_bytes, self.order)
+        return ChainSearch(calls, edge_memory, self.scheduler, self.rates, self.host_bytes, self.order)
 
-    def _scheduler(self, step: TrainingStep) -> Scheduler:
-        return self.scheduler_for(self.rates, self.host_bytes)(step)
-
-    def scheduler_for(self, rates: ProfileRates, host_bytes: int | None) -> Callable[[TrainingStep], Scheduler]:
-        """Makes the scheduler of a step, at these rates and with at most these bytes on the host."""
-        return self.scheduling(rates, host_bytes)
-
-    def scheduling(self, rates: ProfileRates, host_bytes: int | None) -> partial[Scheduler]:
-        """A scheduler without its step."""
-        return partial(
-            Scheduler,
-            rates=rates,
-            host_bytes=host_bytes,
+    def scheduler(self, step: TrainingStep, fixed: Mapping[str, bool] | None = None) -> Scheduler:
+        """Of a step of these calls. ``fixed``: see ``Scheduler``."""
+        return Scheduler(
+            step,
+            fixed=fixed,
+            rates=self.rates,
+            host_bytes=self.host_bytes,
             in_flight_budget=self.budgets.in_flight,
             prefetch_budget=self.budgets.prefetch,
         )
@@ -285,17 +282,16 @@ class ChainPlanning:
         ran = simulate(step, step.decide(goes), copies=self.rates, windows=no_windows(step))
         return extra_memory_when_calls_begin(chain, ran, seen.live_bytes, seen.gap_bytes)
 
-    def quick(self) -> Schedule | None:
-        """The schedule of the graphs as they are compiled.
+    def quick(self) -> Schedule:
+        """The schedule of the graphs as they are compiled: it meets the objective, or moves what it can.
 
-        None: they do not meet the objective. Steps without any plan offload everything: 800 ms instead of 420 (stock
-        FSDP2, two H200s, 2026-11-28).
+        Steps without any plan offload everything: 800 ms instead of 420 (stock FSDP2, two H200s, 2026-11-28).
         """
         if self.limit_bytes is None:
             aim = ChainObjective(max_ms=self._most_ms)
             self._quick = self.chain_search.as_compiled(aim)
-            return self._quick.schedule
-        return self.compiled.scheduler.least_time(self.limit_bytes)
+            return self._quick.schedule or self._smallest(self.compiled)
+        return self.compiled.scheduler.least_time(self.limit_bytes) or self._smallest(self.compiled)
 
     @property
     def _most_ms(self) -> float:
@@ -317,8 +313,43 @@ class ChainPlanning:
             instead = "nothing moves" if any(d.recomputed for d in self.descriptions) else "everything is kept"
             self.summary = f"at most {100 * slowdown:.3g} % slowdown would save next to nothing: {instead}"
             return self._keep_all()
-        self.summary = f"{aim_of(self.objective)}: {self.gain(found)}"
+        self._say(aim_of(self.objective), found)
         return found
+
+    def _say(self, aim: str, found: Schedule) -> None:
+        """The summary of a plan that gains something. ``aim``: what was looked for."""
+        self._aim, self.summary = aim, f"{aim}: {self.gain(found)}"
+
+    def in_measured_time(
+        self, descriptions: Sequence[GraphDescription], gap_ms: Mapping[str, float], found: Schedule
+    ) -> Schedule:
+        """``found``, which ``run`` has returned, with times from steps that ran the graphs as compiled.
+
+        What each call runs, and what moves, stays as it was found from estimates. Ranks measure other times, and one
+        that recomputes where another one copies makes both wait: 477 ms for 438 (FSDP2, two H200s, 2026-11-28).
+
+        Args:
+            descriptions: of the calls, as measured.
+            gap_ms: time between the calls. Copies make it longer, so the least that was seen counts.
+            found: the schedule.
+        """
+        old, ran, seen = self.chain_search, self.choice.variants, self.chain_search.gap_ms
+        self.descriptions = descriptions
+        self.forward_ms = [sum(s.ms for s in d.step.forward) for d in descriptions]
+        search = self.chain_search = self._chain_search(descriptions, old.edge_memory, [c.written for c in old.calls])
+        search.extra_memory = self.extra_memory
+        search.gap_ms = {**seen, **{name: min(ms, seen.get(name, ms)) for name, ms in gap_ms.items()}}
+        self.compiled = replace(search.as_compiled(), schedule=self.compiled.schedule)
+        self.plain = search.with_variants(self.plain.variants)
+        self.baseline = search.baseline(self.plain)
+        if self.checkpointing is not None:
+            self.checkpointing = search.checkpointing()
+        self.choice = search.with_variants(ran)
+        now = simulate(self.choice.chain.step, found.offload, copies=self.rates, windows=found.windows)
+        measured = Schedule(found.offload, found.windows, now)
+        if self._aim:
+            self._say(self._aim, measured)
+        return measured
 
     def _within(self, budget: int) -> Schedule:
         limit = bytes_for_graphs(budget, self.device)
@@ -337,10 +368,10 @@ class ChainPlanning:
                 f"{len(self.descriptions)} calls of compiled graphs{self._of_sizes}, found {format_bytes(budget)}; the "
                 "step takes the least that was found. Raise the budget, or make the batch smaller",
             )
-            self.summary = f"no plan fits into {format_bytes(budget)}; the least peak found: {self.gain(found)}"
+            self._say(f"no plan fits into {format_bytes(budget)}; the least peak found", found)
             return found
         leaves = ", a sixteenth of it left for the allocator" if spare else ""
-        self.summary = f"{aim_of(self.objective)}{leaves}: {self.gain(found)}"
+        self._say(f"{aim_of(self.objective)}{leaves}", found)
         slowdown = found.simulation.step_ms / self.baseline.step_ms - 1 if self.baseline.step_ms else 0.0
         if self.objective.max_slowdown is not None and slowdown > self.objective.max_slowdown:
             self.warn(
@@ -402,8 +433,8 @@ class ChainPlanning:
         assert found is not None
         return found
 
-    def gain(self, found: Schedule, baseline: Prediction | None = None, variants: CallVariants | None = None) -> str:
-        pairs = zip(variants or self.choice.variants, self.plain.variants, strict=True)
+    def gain(self, found: Schedule, baseline: Prediction | None = None) -> str:
+        pairs = zip(self.choice.variants, self.plain.variants, strict=True)
         count = sum(mine is not plain for mine, plain in pairs)
         how = f", {count} of {len(self.descriptions)} calls recompute more" if count else ""
         return gain_of(found.simulation, baseline or self.baseline) + how
@@ -506,18 +537,10 @@ class ChainPlanning:
             self._least[id(choice)] = choice, choice.scheduler.smallest()
         return self._least[id(choice)][1]
 
-    def run_instead(self, variants: CallVariants, summary: str) -> None:
-        """Calls run other variants that are compiled."""
-        self.choice = self.chain_search.with_variants(variants)
-        pairs = zip(self.descriptions, variants, strict=True)
-        self.numbers = [
-            d.variant_maker.add(v) if d.variant_maker is not None and v is not None else 0 for d, v in pairs
-        ]
-        self.summary = summary
-
-    def summary_of(self, variants: CallVariants, schedule: Schedule, baseline: Prediction) -> str:
-        """The plan's summary for these, in measured time, as ``baseline`` is."""
-        return f"{aim_of(self.objective)}, by what was measured: {self.gain(schedule, baseline, variants)}"
+    def summary_of(self, schedule: Schedule, baseline: Prediction) -> str:
+        """The plan's summary for ``schedule``, in measured time, as ``baseline`` is."""
+        self.summary = f"{aim_of(self.objective)}, by what was measured: {self.gain(schedule, baseline)}"
+        return self.full_summary
 
     @property
     def full_summary(self) -> str:

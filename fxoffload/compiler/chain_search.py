@@ -402,8 +402,8 @@ def _variants_of(
     points = variant_maker.points() if variant_maker.room() else ()
     variants = [*there, *(v for v in _partitioned(variant_maker, points) if v is not None)]
     found: list[PlannedVariant] = []
-    least = math.inf if may_save_more else saved_bytes(compiled)
-    nbytes = {variant: saved_bytes(step_of(variant)) for variant in variants}
+    least = math.inf if may_save_more else _saved_bytes(compiled)
+    nbytes = {variant: _saved_bytes(step_of(variant)) for variant in variants}
     for variant in sorted(nbytes, key=lambda v: -nbytes[v]):
         if variant in there or nbytes[variant] < least:
             found.append(variant)
@@ -429,7 +429,7 @@ def _saves(variant: PlannedVariant, call: CallDescription) -> bool:
     return any(mine in call.written and name in inputs for mine, name in pairs)
 
 
-def saved_bytes(step: TrainingStep) -> int:
+def _saved_bytes(step: TrainingStep) -> int:
     """The bytes that a forward leaves for its backward, as far as they can move."""
     return sum(c.nbytes for c in step.candidates)
 

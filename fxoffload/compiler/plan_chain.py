@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from fxoffload.compiler.batch_sizes import Sizes
 from fxoffload.compiler.chain_graphs import GraphDescription, descriptions_at
 from fxoffload.compiler.chain_planning import ChainPlanning
+from fxoffload.compiler.first_steps import first_steps_of, gaps_of, measured_descriptions
 from fxoffload.compiler.recalibrate_chain import replan_for_chain
 from fxoffload.plan_report.registry import PlanBox
 from fxoffload.runtime import background
@@ -30,8 +31,9 @@ def plan_chain(
         tracked_graphs: of the calls, in the order of their forwards.
         seen: observations of their memory.
         sizes: of the calls, the largest that the plan is to serve; empty where none vary.
-        meanwhile: is given a plan for the graphs as they are, which takes a fraction of the time to make. The plan that
-            is returned has its variants compiled then, where that disturbs no step. None: no step runs until then.
+        meanwhile: is given a plan for the graphs as they are, which takes a fraction of the time to make. On a GPU
+            steps that follow it are measured, and the plan is predicted from their times. The plan that is returned has
+            its variants compiled then, where that disturbs no step. None: no step runs until then.
     """
     descriptions = [t.description for t in tracked_graphs if isinstance(t.description, GraphDescription)]
     if (
@@ -41,14 +43,19 @@ def plan_chain(
     ):
         return None
     began = time.perf_counter()
-    planning = ChainPlanning(
-        descriptions_at(descriptions, sizes), seen, [frozenset(t.written) for t in tracked_graphs], sizes
-    )
+    written = [frozenset(t.written) for t in tracked_graphs]
+    planning, readings = ChainPlanning(descriptions_at(descriptions, sizes), seen, written, sizes), None
     refs = tuple(weakref.ref(t) for t in tracked_graphs)
-    if meanwhile is not None and (quick := planning.quick()) is not None:
+    if meanwhile is not None:
+        quick = planning.quick()
+        choices, first_steps = planning.choices(quick), first_steps_of(planning, quick)
         log.info("planned %d calls as they are compiled in %.1f s", len(descriptions), time.perf_counter() - began)
-        meanwhile(ChainPlan(refs, planning.choices(quick), sizes=planning.sizes, order=seen.order))
+        until = ChainPlan(refs, choices, sizes=planning.sizes, order=seen.order, observer=first_steps)
+        readings = first_steps.wait() if meanwhile(until) and first_steps is not None else None
+    began = time.perf_counter()
     schedule = planning.run()
+    if readings is not None:
+        schedule = planning.in_measured_time(measured_descriptions(planning, readings), gaps_of(readings), schedule)
     background.check()
     if planning.checkpointing is not None:
         # Of a step under checkpointing next to nothing moved; no step is to wait for pinning.

@@ -127,13 +127,12 @@ class GraphRecalibration(Recalibration):
     def _choice_of(self, found: Schedule) -> Choice:
         return Choice(tuple(found.offload[i] for i in self._order), found.windows)
 
-    def settle(self, now: Schedule, baseline: Prediction) -> Schedule:
-        """A graph has one recompute choice. The first step's schedule may still run (``CompileSession._settling``)."""
+    def settle(self, now: Schedule) -> None:
+        """See ``Recalibration``. The first step's schedule may still run (``CompileSession._settling``)."""
         if self.first is not None and self._graph.planned is self.first:
             self.follow(now)
         if self.control is not None:
             self.control.calibrated(self.scheduler, now)
-        return now
 
     def decisions(self, now: Schedule) -> tuple[Decision, ...] | None:
         """See ``Recalibration``."""

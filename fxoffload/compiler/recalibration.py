@@ -102,13 +102,8 @@ class Recalibration(ABC):
         """The decisions to show; None: as before."""
 
     @abstractmethod
-    def settle(self, now: Schedule, baseline: Prediction) -> Schedule:
-        """Follow ``now``, or a better schedule that is known; returns the one followed. Both are in measured time."""
-
-    @property
-    def once_more(self) -> Recalibration | None:
-        """The calibration that plans after the next measured steps; None: nothing does."""
-        return None
+    def settle(self, now: Schedule) -> None:
+        """``now``, in measured time, is what is followed from now on."""
 
     @property
     def step(self) -> TrainingStep:
@@ -173,7 +168,7 @@ class Recalibration(ABC):
             )
             now, states_gain = found, True
             self.follow(found)
-        now = self.settle(now, baseline)
+        self.settle(now)
         if states_gain:
             self._box.update(summary=self.summary_of(now, baseline))
         self._warn_of_the_budget(now)

@@ -130,15 +130,11 @@ class Replan:
         return self.clock
 
     def _calibrate(self, calibration: Recalibration, clock: StepClock) -> None:
-        again = None
         try:
             readings = clock.readings()
             log_times("before the calibration", readings)
             self._show_between(readings)
             calibration.recalibrate(readings)
-            again = calibration.once_more
-            if again is not None:
-                again.observer = calibration.observer
         except Exception as error:
             if background.is_ending():
                 return
@@ -149,9 +145,7 @@ class Replan:
         finally:
             with self._lock:
                 self._is_calibrating = False
-                self._calibration, self.clock = again, self._make_clock()
-                if self._is_stopped:  # meanwhile
-                    self._calibration, self.clock = None, None
+                self.clock = None if self._is_stopped else self._make_clock()
 
     def _show_between(self, readings: Readings) -> None:
         if (ms := readings.between_steps_ms()) is not None:

@@ -79,7 +79,7 @@ from fxoffload.passes.runner import PassEntry, run_passes
 from fxoffload.passes.tag_recompute import TagRecompute, TagReport
 from fxoffload.passes.unwrap_random import UnwrapRandom
 from fxoffload.plan_report.registry import PlanBox
-from fxoffload.planner.as_measured import as_measured, measured_step, shared
+from fxoffload.planner.as_measured import measured_step, shared
 from fxoffload.planner.objective import Objective
 from fxoffload.planner.rates import ProfileRates, rates_for
 from fxoffload.planner.schedule import Schedule, Scheduler
@@ -519,13 +519,8 @@ class CompileSession:
         if ran is None:
             return description
         sizes = shared(ran.readings.temp_bytes(), self._alike)
-        estimate = description.step
-        step = measured_step(estimate, ran.readings.segment_ms(), sizes)
-        plain = None
-        if description.plain is not None:
-            plain = as_measured(description.plain[0], estimate, step), description.plain[1]
-        basis = "segments" if ran.are_all else description.basis
-        return replace(description, step=step, plain=plain, estimate=estimate, basis=basis)
+        step = measured_step(description.step, ran.readings.segment_ms(), sizes)
+        return description.measured(step, "segments" if ran.are_all else description.basis)
 
     def inner_compile(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any

@@ -8,16 +8,14 @@ Graphs with plans of their own keep them where a budget is met so side by side.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 from fxoffload.compiler.chain_planning import ChainPlanning
 from fxoffload.compiler.fake_step import FakeGraph, FakeStep
 from fxoffload.errors import BudgetError, UnsupportedError
 from fxoffload.plan_report.plan import Plan
 from fxoffload.planner.plan import NO_GRAPH, Decision
-from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.simulate import simulate
 from fxoffload.planner.steps import TrainingStep
@@ -115,9 +113,9 @@ class _Planning(ChainPlanning):
         """Keep the text: no step follows this plan yet."""
         self.said.append(text)
 
-    def scheduler_for(self, rates: ProfileRates, host_bytes: int | None) -> Callable[[TrainingStep], Scheduler]:
+    def scheduler(self, step: TrainingStep, fixed: Mapping[str, bool] | None = None) -> Scheduler:
         """As in training, with the candidates that stay fixed."""
-        return partial(self.scheduling(rates, host_bytes), fixed=self._stays)
+        return super().scheduler(step, self._stays if fixed is None else fixed)
 
 
 def _plan_of_calls(step: FakeStep) -> Plan:

@@ -226,11 +226,6 @@ class VariantMaker:
         with self._lock:
             return [v for v, number in self._numbers.items() if number not in self._lost]
 
-    def compiled_variants(self) -> list[PlannedVariant]:
-        """Those that calls may run."""
-        with self._lock:
-            return [v for v, number in self._numbers.items() if self.is_compiled(number)]
-
     def room(self) -> int:
         """How many more may be added. The number of a variant that could not be compiled is not free again: a plan may
         still name it."""

@@ -176,6 +176,8 @@ def _knobs(plan: PlanData) -> list[str]:
 
 def basis(plan: PlanData) -> str:
     """What the predictions rest on."""
+    if plan.basis == "steps":
+        return "predicted from steps that were measured before it was made"
     if plan.basis == "segments":
         return "predicted from its segments, which ran on this device before the first step"
     known = describe_error(plan.estimate_error)

@@ -11,8 +11,8 @@ from fxoffload.planner.simulate import Boundary, Simulation
 
 Action = Literal["keep", "offload", "recompute", "stay", "mask"]
 
-# Measurements on the device before the first step, from least to most; see ``Plan.basis``.
-Basis = Literal["estimated", "operators", "segments"]
+# Measurements on the device before the plan, from least to most; see ``Plan.basis``.
+Basis = Literal["estimated", "operators", "segments", "steps"]
 BASES: tuple[Basis, ...] = get_args(Basis)
 
 # ``Plan.graph`` of a plan of no compiled graph.
@@ -134,7 +134,8 @@ class PlanData:
         source: where the budget or the slowdown comes from: "options", "default", or "checkpointing", where the budget
             is the predicted peak of the model's own activation checkpointing.
         basis: source of the predictions: "estimated", the profile's rates alone; "operators", times of heavy
-            operators on the device; "segments", times and peaks of the compiled segments on the device.
+            operators on the device; "segments", times and peaks of the compiled segments on the device; "steps", times
+            of the graphs in steps that ran them before they were planned.
         estimate_error: how far estimates from this profile were off on stock models; None: not measured yet.
         predicted: the plan's step, before a step ran.
         calibrated: the same with measured segment times; None before.

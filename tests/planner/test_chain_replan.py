@@ -38,7 +38,6 @@ from fxoffload.runtime.engine import CopyEngine, engine_for
 from fxoffload.runtime.profiler.step_clock import StepClock, StepRecording
 from fxoffload.runtime.profiler.stream_events import PooledEvents, host_events
 from fxoffload.runtime.tracker.step_tracker import StepTracker
-from fxoffload.step.readings import Readings
 from fxoffload.step.segment_names import TURN, lies_between
 from tests.marks import examples
 from tests.planner import test_chain_planning
@@ -303,22 +302,6 @@ def test_no_more_than_the_host_has_room_for() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("thought", [1.0, 200.0])
-def test_what_is_recomputed_is_chosen_anew_with_measured_times(thought: float) -> None:
-    """Steps that take longer than predicted hide more copies: as many as the host has room for."""
-    plain = kept()
-    nothing = mock.patch.object(recalibrate_chain, "reselect_variants", return_value=None)
-    with measured(1.0) as time, estimated(thought), nothing as choose:
-        with first_plan(every_other):
-            run = recorded(MODELS["stack"], activation_budget="1GiB", steps=3)
-        (planning,) = (found() for found in time.planning)
-        host_bytes = planning.host_bytes
-        ran = follow_until_settled(run, plain, time)
-    assert [call.args[-1] for call in choose.call_args_list] == [host_bytes]
-    assert len(set(ran)) == 1
-
-
-@pytest.mark.slow
 def test_equal_measurements_change_nothing() -> None:
     """What everything fits into is kept, whatever it takes."""
     with measured(1e-2) as time, mock.patch.object(StepTracker, "follow_instead") as instead:
@@ -385,156 +368,6 @@ def test_every_call_goes_on_running_its_variant() -> None:
     assert plan.calibrated_baseline.step_ms < plan.calibrated.step_ms
 
 
-def follow_until_settled(run: Run, plain: dict[str, Tensor], time: Measured) -> list[tuple[int, ...]]:
-    """What calls run in each step until nothing is measured any more, and in two more. Nothing is compiled."""
-    counts, ran = test_chain_planning.compile_counts(), []
-    while time.followers[0].clock is not None or len(ran) < 2:
-        assert len(ran) < 20
-        assert_equal(run.step(), plain)
-        ran.append(variants_that_ran())
-    for _ in range(2):
-        assert_equal(run.step(), plain)
-        ran.append(variants_that_ran())
-    assert {**test_chain_planning.compile_counts(), "segments": 0} == {**counts, "segments": 0}
-    return ran
-
-
-def variants_that_ran() -> tuple[int, ...]:
-    step = engine_for(CPU).calls._step
-    tracked = step.calls[0].tracked()  # type: ignore[union-attr]
-    assert tracked is not None and tracked.chains.at(()).plan is not None
-    return tuple(c.variant for c in tracked.chains.at(()).plan.choices)  # type: ignore[union-attr]
-
-
-def two_of_them(call: int, variants: list[Any]) -> Any:
-    return variants[-1] if call < 2 else None
-
-
-def every_other(call: int, variants: list[Any]) -> Any:
-    return variants[-1] if call % 2 else None
-
-
-@contextmanager
-def a_slower_link(description: float = 1e-3) -> Iterator[list[float]]:
-    """Copies turn out to be far slower than predicted, and a little slower yet the next time. Yields the prediction
-    each time."""
-    thought: list[float] = []
-
-    def fit_link(step: Any, offload: Any, windows: Any, rates: Any, waits: Any) -> Any:
-        thought.append(rates.link[0])
-        return rates.reaching(0.99, 0.99) if rates.link[0] < 1.0 else rates.reaching(description, description)
-
-    with mock.patch.object(recalibrate_chain, "fit_link", fit_link):
-        yield thought
-
-
-@pytest.mark.slow
-def test_calls_recompute_more_where_copies_are_slow() -> None:
-    """Two calls run a variant, and more of them are to."""
-    plain = kept()
-    budget = test_chain_planning.in_between()
-    chosen = mock.Mock(wraps=recalibrate_chain.reselect_variants)
-    with (
-        measured(1e-3) as time,
-        a_slower_link() as thought,
-        first_plan(two_of_them, budget),
-        mock.patch.object(recalibrate_chain, "reselect_variants", chosen),
-    ):
-        run = recorded(MODELS["stack"], activation_budget=budget, steps=3)
-        run.step()
-        before = the_plan()
-        ran = follow_until_settled(run, plain, time)
-        assert chosen.call_count == 1
-        assert thought == [1.0, 1e-3], "what was found of the link is not forgotten"
-        assert sum(map(bool, ran[0])) == 2 < sum(map(bool, ran[-1]))
-        changes = sum(a != b for a, b in itertools.pairwise(ran))
-        assert changes == 1, "chosen once more, and no more"
-        assert len(time.clocks) == 3, "what runs now is measured as well, and planned again, and checked"
-        plan = the_plan()
-        assert plan.calibrated is not None and plan.simulation is not None
-        assert plan.calibrated.peak_bytes <= budget
-        assert moved_by(run) == plan.calibrated.bytes_offloaded
-    assert f"{sum(map(bool, ran[-1]))} of {LAYERS} calls recompute more" in plan.summary
-    assert ", by what was measured: " in plan.summary
-    assert plan.predicted == before.predicted and plan.measured_step_ms is not None
-    chosen.reset_mock()  # it holds its arguments
-    gc.collect()
-    assert time.planning[0]() is None, "what was planned from is let go"
-
-
-@pytest.mark.slow
-def test_what_took_longer_than_before_is_taken_back() -> None:
-    """Steps of the new choice take three times as long as those before."""
-    plain = kept()
-    budget = test_chain_planning.in_between()
-    step_ms, chosen = Readings.step_ms, mock.Mock(wraps=recalibrate_chain.reselect_variants)
-
-    def slower(readings: Readings) -> Any:
-        return {phase: ms * (3 if chosen.called else 1) for phase, ms in step_ms(readings).items()}
-
-    with (
-        measured(1e-3) as time,
-        a_slower_link(),
-        first_plan(two_of_them, budget),
-        mock.patch.object(recalibrate_chain, "reselect_variants", chosen),
-        mock.patch.object(Readings, "step_ms", slower),
-    ):
-        run = recorded(MODELS["stack"], activation_budget=budget, steps=3)
-        run.step()
-        ran = follow_until_settled(run, plain, time)
-        assert chosen.call_count == 1
-        assert [sum(map(bool, a)) for a in (ran[0], ran[-1])] == [2, 2] and len(set(ran)) == 2
-        plan = the_plan()
-        assert plan.calibrated is not None
-        assert moved_by(run) == plan.calibrated.bytes_offloaded
-    assert ", by what was measured: " in plan.summary
-    assert plan.summary.endswith("2 of 5 calls recompute more")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("exceeded", [False, True])
-def test_calls_recompute_more_where_working_sets_exceed_the_budget(exceeded: bool) -> None:
-    """Nothing can move. Two calls run a variant, which fits by the estimated working sets of the backwards. To meet the
-    budget takes longer."""
-    plain = kept()
-    extra, room = 24 << 10, 4 << 10
-
-    def larger(_: Any, alike: Any) -> Any:
-        return {"backward": dict.fromkeys(alike["backward"], extra)}
-
-    def run_with(budget: int) -> Run:
-        return recorded(MODELS["stack"], activation_budget=budget, host_budget="1KiB", steps=3)
-
-    with measured(1e-3), first_plan(two_of_them, moves=False):
-        run_with(1 << 30)
-        fits = the_plan().predicted_peak_bytes
-    torch.compiler.reset()
-    budget = fits + room + (0 if exceeded else extra)
-    before = {p.graph for p in fxoffload.plans()}
-    step_ms, chosen = Readings.step_ms, mock.Mock(wraps=recalibrate_chain.reselect_variants)
-
-    def slower(readings: Readings) -> Any:
-        return {phase: ms * (1.5 if chosen.called else 1) for phase, ms in step_ms(readings).items()}
-
-    with (
-        measured(1e-3) as time,
-        first_plan(two_of_them, moves=False),
-        mock.patch.object(recalibrate_chain, "shared", larger),
-        mock.patch.object(recalibrate_chain, "reselect_variants", chosen),
-        mock.patch.object(Readings, "step_ms", slower),
-        warnings.catch_warnings(record=True) as caught,
-    ):
-        warnings.simplefilter("always")
-        run = run_with(budget)
-        run.step()
-        ran = follow_until_settled(run, plain, time)
-        (plan,) = [p for p in fxoffload.plans() if p.graph not in before]
-    assert ran[0] == (1, 1, 0, 0, 0) and (ran[-1] != ran[0]) is exceeded
-    assert sum(map(bool, ran[-1])) >= 2 and len(set(ran)) == 1 + exceeded
-    assert plan.calibrated is not None and plan.calibrated.peak_bytes <= budget
-    assert not [w for w in caught if "by what was measured" in str(w.message)]
-
-
 @pytest.mark.slow_except("0.0005-1e-06-5-0")
 @pytest.mark.parametrize(("least_ms", "tick_ms", "first", "then"), [(0.5, 5.0, 0, LAYERS), (0.0005, 1e-6, LAYERS, 0)])
 def test_what_was_measured_decides_which_calls_are_paced(
@@ -556,91 +389,6 @@ def test_what_was_measured_decides_which_calls_are_paced(
             seen.append(len(paced))
     assert the_plan().calibrated is not None
     assert (seen[1], seen[-1]) == (first, then) and set(seen) <= {first, then}
-
-
-@pytest.mark.slow
-def test_calls_that_need_not_recompute_do_not() -> None:
-    """Everything fits: calls 1 and 3, whose backwards take three times as long, recompute only because the first plan
-    was made to."""
-    plain = kept()
-    segment_ms = Readings.segment_ms
-
-    def dear(readings: Readings) -> Any:
-        found = segment_ms(readings)
-        times = found.get("backward", {})
-        return {**found, "backward": {n: ms * (3 if n.split("/")[0][-1] in "13" else 1) for n, ms in times.items()}}
-
-    with measured(1e-3) as time, first_plan(every_other), mock.patch.object(Readings, "segment_ms", dear):
-        run = recorded(MODELS["stack"], activation_budget="1GiB", steps=3)
-        ran = follow_until_settled(run, plain, time)
-        assert moved_by(run) == 0
-    assert [sum(map(bool, a)) for a in (ran[0], ran[-1])] == [2, 0] and len(set(ran)) == 2
-    assert len(time.clocks) == 3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_there", [True, False])
-def test_other_variants_need_room_on_the_host(is_there: bool) -> None:
-    """Measured steps would hide more copies than memory is pinned for."""
-    plain = kept()
-    budget = test_chain_planning.in_between()
-    asked: list[int] = []
-
-    def pin(_: CopyEngine, nbytes: int, __: object) -> bool:
-        asked.append(nbytes)
-        return is_there
-
-    pins = mock.patch.object(CopyEngine, "pin", pin)
-    with measured(1.0) as time, first_plan(lambda _, variants: variants[-1], budget, moves=False), pins:
-        run = recorded(MODELS["stack"], activation_budget=budget, steps=3)
-        moved = moved_by(run)
-        ran = follow_until_settled(run, plain, time)
-        assert (moved_by(run) > moved) is is_there
-    assert asked and min(asked) > moved
-    assert all(ran[0]) and all(ran[-1]) is not is_there
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("gain", "changes"), [(0.001, False), (0.005, True)])
-def test_what_is_hardly_better_is_left_alone(gain: float, changes: bool) -> None:
-    """Half a hundredth of the step is enough: what turns out worse is taken back."""
-    plain = kept()
-    budget = test_chain_planning.in_between()
-    reselect_variants = recalibrate_chain.reselect_variants
-
-    def better_by(*args: Any) -> Any:
-        found = reselect_variants(*args)
-        assert found is not None
-        simulation = replace(found.schedule.simulation, forward_ms=1e-6 * (1 - gain), backward_ms=0.0)
-        return replace(found, schedule=replace(found.schedule, simulation=simulation), now_ms=1e-6)
-
-    again = mock.patch.object(recalibrate_chain, "reselect_variants", better_by)
-    with measured(1e-3) as time, a_slower_link(), again, warnings.catch_warnings():
-        warnings.filterwarnings("error", message="fxoffload could not")
-        with first_plan(two_of_them, budget):
-            run = recorded(MODELS["stack"], activation_budget=budget, steps=3)
-        ran = follow_until_settled(run, plain, time)
-    assert any(ran[0]) and (ran[-1] != ran[0]) is changes
-    assert len(time.clocks) == 2 + changes
-
-
-@pytest.mark.slow
-def test_a_failure_leaves_what_moves_as_it_was_measured() -> None:
-    plain = kept()
-    with (
-        measured(1e-3) as time,
-        a_slower_link(),
-        mock.patch.object(recalibrate_chain, "reselect_variants", test_chain_planning._raise),
-    ):
-        with first_plan(every_other):
-            run = recorded(MODELS["stack"], activation_budget="1GiB", steps=3)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            ran = follow_until_settled(run, plain, time)
-    told = [str(w.message) for w in caught if "on purpose" in str(w.message)]
-    assert len(told) == 1 and "goes on with its plan as it is" in told[0]
-    assert len(set(ran)) == 1 and any(ran[0])
-    assert moved_by(run) == 0, "everything fits, which was found before"
 
 
 def test_a_chain_that_goes_while_it_is_planned_again_is_let_go() -> None:

@@ -103,10 +103,6 @@ class _Recipe:
         """Of earlier plans."""
         return list(self.live)
 
-    def compiled_variants(self) -> Sequence[Any]:
-        """Likewise."""
-        return list(self.live)
-
     def room(self) -> int:
         """For this many more."""
         return 2 - len(self.live) - self.num_lost
