@@ -385,19 +385,16 @@ class ChainPlanning:
     def _take(self, aim: ChainObjective) -> Schedule | None:
         """Set ``choice`` to the best one; its schedule, None where it misses the aim. Graphs as they were compiled are
         taken where others are hardly better: variants have to be compiled."""
-        # A longer search takes most of a plan's time. Where sizes vary there are many plans, made while steps run.
-        first = replace(aim, refines=not self.sizes)
-        self.compiled = self.chain_search.as_compiled(first) if self._quick is None else self._quick
+        self.compiled = self.chain_search.as_compiled(aim) if self._quick is None else self._quick
         mine = self.compiled.schedule
         self.choice = self.compiled
         if mine is not None and aim.limit_bytes is not None and not self._is_slow(mine):
             return mine
-        self.others = self.chain_search.search(first)
+        self.others = self.chain_search.search(aim)
         for choice in self.others:
             if aim.key(choice) < aim.key(self.choice):
                 self.choice = choice
-        if not first.refines:
-            self._refine(aim)
+        self._refine(aim)
         mine, best = self.compiled.schedule, self.choice.schedule
         if mine is not None and best is not None and not self._is_worth_it(best, mine, aim):
             self.choice = self.compiled

@@ -111,22 +111,20 @@ class ChainObjective:
     Attributes:
         limit_bytes: find the least time within this budget.
         max_ms: find the least peak within this time.
-        refines: whether schedules within the budget are searched for longer; that takes most of the time of a plan.
     """
 
     limit_bytes: int | None = None
     max_ms: float | None = None
-    refines: bool = True
 
     def schedule(self, scheduler: Scheduler) -> Schedule | None:
         """The best for one chain."""
         if self.limit_bytes is not None:
-            return scheduler.least_time(self.limit_bytes, refined=self.refines)
+            return scheduler.least_time(self.limit_bytes)
         assert self.max_ms is not None
         return scheduler.least_peak(self.max_ms)
 
     def refined(self, choice: ChainChoice) -> ChainChoice:
-        """The same choice with a schedule that was searched for longer, if not as long as where this aim refines."""
+        """The same choice with a schedule that was searched for longer. That takes most of a plan's time."""
         if self.limit_bytes is None or choice.schedule is None:
             return choice
         return replace(choice, schedule=choice.scheduler.refine(choice.schedule, self.limit_bytes, _FEW_TRIES))
