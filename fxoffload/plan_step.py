@@ -11,10 +11,9 @@ from fxoffload.plan_report.plan import Plan
 from fxoffload.plan_report.registry import plans
 from fxoffload.runtime.engine import engines
 
-# Two are recorded. On a GPU three more are measured, after one that is not, and end when the next one begins. The next
-# compiles the plan's variants, and follows it. One before them where graphs with plans of their own are seen together,
-# one where the first recompiles.
-_MOST_STEPS = 10
+# Two are recorded; the third compiles the plan's variants, and follows it. One before them where graphs with plans of
+# their own are seen together, one where the first recompiles.
+_MOST_STEPS = 5
 
 
 def profile_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Plan]:
@@ -27,7 +26,7 @@ def profile_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Pl
 
     Args:
         step: one forward and backward, as training runs them: the same modules, modes and sizes, no optimizer. It is
-            called at most ten times.
+            called at most five times.
         *args: of ``step``.
         **kwargs: of ``step``.
 

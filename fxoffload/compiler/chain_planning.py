@@ -66,9 +66,6 @@ _GRADIENTS = "They were seen to stay until the step's end; let them add up in .g
 _WORTH = 0.05
 # The same for variants; within a budget, they have to save this part of the step's time.
 _WORTH_MS = 0.005
-# The graphs as compiled may still be the best ones if they are slower by no more than this part of the step's time
-# before either schedule was searched for longer.
-_CLOSE_MS = 0.05
 # Memory of eager code between the graphs at the peak, on a GPU: a tangent that adds up, workspaces of libraries.
 # Measured: 24 layers of a MoE at 8,192 tokens took 33 MiB more than their graphs (H200, 2026-11-21).
 AROUND_BYTES = 64 << 20
@@ -106,6 +103,7 @@ class ChainPlanning:
         is_plain_compiled: whether that is the step of the graphs as compiled, with everything kept.
         checkpointing: the step in which all activation checkpointing that the plan replaces is obeyed; None: there is
             none.
+        expected_ms: a step of plain Inductor's, as was thought when it was decided what moves.
         numbers: per call, that of its variant; once it is to be followed.
         order, others_bytes, margin_bytes: as of ``Seen``.
         first_bytes: the same as ``Seen.left_bytes``, where it was read at these sizes.
@@ -159,6 +157,7 @@ class ChainPlanning:
             self.objective = self.objective.at_checkpointing(self.checkpointing.peak_bytes + around_bytes(self.device))
         self.baseline: Simulation = self.chain_search.baseline(self.plain)
         self.is_plain_compiled = not is_checkpointed and all(c.plain is None for c in self.chain_search.calls)
+        self.expected_ms = self.baseline.step_ms
         self.numbers = [0] * len(descriptions)
         self.summary = self._aim = ""
         self._least: dict[int, tuple[ChainChoice, Schedule]] = {}  # by the choice's id, which it keeps alive
@@ -282,16 +281,17 @@ class ChainPlanning:
         ran = simulate(step, step.decide(goes), copies=self.rates, windows=no_windows(step))
         return extra_memory_when_calls_begin(chain, ran, seen.live_bytes, seen.gap_bytes)
 
-    def quick(self) -> Schedule:
-        """The schedule of the graphs as they are compiled: it meets the objective, or moves what it can.
+    def quick(self) -> Schedule | None:
+        """The schedule of the graphs as they are compiled.
 
-        Steps without any plan offload everything: 800 ms instead of 420 (stock FSDP2, two H200s, 2026-11-28).
+        None: they do not meet the objective. Steps without any plan offload everything: 800 ms instead of 420 (stock
+        FSDP2, two H200s, 2026-11-28).
         """
         if self.limit_bytes is None:
             aim = ChainObjective(max_ms=self._most_ms)
             self._quick = self.chain_search.as_compiled(aim)
-            return self._quick.schedule or self._smallest(self.compiled)
-        return self.compiled.scheduler.least_time(self.limit_bytes) or self._smallest(self.compiled)
+            return self._quick.schedule
+        return self.compiled.scheduler.least_time(self.limit_bytes)
 
     @property
     def _most_ms(self) -> float:
@@ -325,8 +325,9 @@ class ChainPlanning:
     ) -> Schedule:
         """``found``, which ``run`` has returned, with times from steps that ran the graphs as compiled.
 
-        What each call runs, and what moves, stays as it was found from estimates. Ranks measure other times, and one
-        that recomputes where another one copies makes both wait: 477 ms for 438 (FSDP2, two H200s, 2026-11-28).
+        What each call runs, and what moves, stays as it was found. Times in steps differ more between ranks than those
+        of segments alone, and a rank that recomputes where another one copies makes both wait: 477 ms for 438 (FSDP2,
+        two H200s, 2026-11-28).
 
         Args:
             descriptions: of the calls, as measured.
@@ -334,22 +335,29 @@ class ChainPlanning:
             found: the schedule.
         """
         old, ran, seen = self.chain_search, self.choice.variants, self.chain_search.gap_ms
+        compiled = self.compiled.schedule
         self.descriptions = descriptions
         self.forward_ms = [sum(s.ms for s in d.step.forward) for d in descriptions]
         search = self.chain_search = self._chain_search(descriptions, old.edge_memory, [c.written for c in old.calls])
         search.extra_memory = self.extra_memory
         search.gap_ms = {**seen, **{name: min(ms, seen.get(name, ms)) for name, ms in gap_ms.items()}}
-        self.compiled = replace(search.as_compiled(), schedule=self.compiled.schedule)
+        self.compiled = search.as_compiled()
+        if compiled is not None:
+            self.compiled = replace(self.compiled, schedule=self._again(self.compiled, compiled))
         self.plain = search.with_variants(self.plain.variants)
         self.baseline = search.baseline(self.plain)
         if self.checkpointing is not None:
             self.checkpointing = search.checkpointing()
         self.choice = search.with_variants(ran)
-        now = simulate(self.choice.chain.step, found.offload, copies=self.rates, windows=found.windows)
-        measured = Schedule(found.offload, found.windows, now)
+        measured = self._again(self.choice, found)
         if self._aim:
             self._say(self._aim, measured)
         return measured
+
+    def _again(self, choice: ChainChoice, found: Schedule) -> Schedule:
+        """``found``, simulated with the times that ``choice`` has."""
+        now = simulate(choice.chain.step, found.offload, copies=self.rates, windows=found.windows)
+        return Schedule(found.offload, found.windows, now)
 
     def _within(self, budget: int) -> Schedule:
         limit = bytes_for_graphs(budget, self.device)
@@ -394,25 +402,10 @@ class ChainPlanning:
         for choice in self.others:
             if aim.key(choice) < aim.key(self.choice):
                 self.choice = choice
-        self._refine(aim)
         mine, best = self.compiled.schedule, self.choice.schedule
         if mine is not None and best is not None and not self._is_worth_it(best, mine, aim):
             self.choice = self.compiled
         return self.choice.schedule
-
-    def _refine(self, aim: ChainObjective) -> None:
-        """Search longer for the best choice, and for the graphs as compiled where they are close to it."""
-        best, mine = self.choice, self.compiled.schedule
-        if best.schedule is None:
-            return
-        close = best.schedule.simulation.step_ms + _CLOSE_MS * self.baseline.step_ms
-        if mine is not None and mine.simulation.step_ms <= close:
-            is_best = best is self.compiled
-            self.compiled = aim.refined(self.compiled)
-            best = self.compiled if is_best else best
-        if best is not self.compiled:
-            best = aim.refined(best)
-        self.choice = min(best, self.compiled, key=aim.key)
 
     def _is_slow(self, found: Schedule) -> bool:
         return found.simulation.step_ms > (1 + _WORTH_MS) * self.baseline.step_ms

@@ -170,10 +170,10 @@ class GraphBudget:
             step = _raised(self._scheduler.step, self._open_bytes)
             self._open_bytes = 0
         scheduler = self._scheduler = self._scheduler.with_step(step, self._host_bytes)
-        found = scheduler.least_time(self._budget, refined=True)
+        found = scheduler.least_time(self._budget)
         if found is None:
             # No schedule leaves the spare part of the budget free: one that does not leave it free may do.
-            found = scheduler.least_time(self._budget + self._num_spare * self._spare_bytes, refined=True)
+            found = scheduler.least_time(self._budget + self._num_spare * self._spare_bytes)
         self._is_least = found is None
         if found is None:
             found = scheduler.smallest()

@@ -32,8 +32,9 @@ def plan_chain(
         seen: observations of their memory.
         sizes: of the calls, the largest that the plan is to serve; empty where none vary.
         meanwhile: is given a plan for the graphs as they are, which takes a fraction of the time to make. On a GPU
-            steps that follow it are measured, and the plan is predicted from their times. The plan that is returned has
-            its variants compiled then, where that disturbs no step. None: no step runs until then.
+            steps that follow it are measured. If enough of them have run by the end of the search, the plan is
+            predicted from their times. The plan that is returned has its variants compiled then, where that disturbs no
+            step. None: no step runs until then.
     """
     descriptions = [t.description for t in tracked_graphs if isinstance(t.description, GraphDescription)]
     if (
@@ -44,17 +45,15 @@ def plan_chain(
         return None
     began = time.perf_counter()
     written = [frozenset(t.written) for t in tracked_graphs]
-    planning, readings = ChainPlanning(descriptions_at(descriptions, sizes), seen, written, sizes), None
+    planning, first_steps = ChainPlanning(descriptions_at(descriptions, sizes), seen, written, sizes), None
     refs = tuple(weakref.ref(t) for t in tracked_graphs)
-    if meanwhile is not None:
-        quick = planning.quick()
-        choices, first_steps = planning.choices(quick), first_steps_of(planning, quick)
+    if meanwhile is not None and (quick := planning.quick()) is not None:
+        first_steps = first_steps_of(planning, quick)
         log.info("planned %d calls as they are compiled in %.1f s", len(descriptions), time.perf_counter() - began)
-        until = ChainPlan(refs, choices, sizes=planning.sizes, order=seen.order, observer=first_steps)
-        readings = first_steps.wait() if meanwhile(until) and first_steps is not None else None
-    began = time.perf_counter()
+        choices = planning.choices(quick)
+        meanwhile(ChainPlan(refs, choices, sizes=planning.sizes, order=seen.order, observer=first_steps))
     schedule = planning.run()
-    if readings is not None:
+    if first_steps is not None and (readings := first_steps.readings) is not None:
         schedule = planning.in_measured_time(measured_descriptions(planning, readings), gaps_of(readings), schedule)
     background.check()
     if planning.checkpointing is not None:

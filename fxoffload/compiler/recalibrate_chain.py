@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 class ChainRecalibration(Recalibration):
     """Makes one chain's plan once more, with measurements of its steps: what moves, not what is recomputed.
 
-    Ranks measure different times, and one that recomputes where another one copies makes both wait
-    (``ChainPlanning.in_measured_time``). A budget that this misses is the budget loop's.
+    What is recomputed stays, for the reason that ``ChainPlanning.in_measured_time`` gives. Where a budget is missed so,
+    the budget loop has the chain planned anew.
 
     Args:
         planning: of the chain, which has settled what each call runs.
@@ -87,6 +87,11 @@ class ChainRecalibration(Recalibration):
             log.info("copies reach %.2f and %.2f of what the machine profile says", *found.link)
         return found
 
+    @property
+    def expected_ms(self) -> float:
+        """See ``Recalibration``."""
+        return self._planning.expected_ms
+
     def pin(self, found: Schedule, now: Schedule) -> bool:
         """See ``Recalibration``. The steps before the plan moved everything: mostly it is there."""
         return engine_for(self._planning.device).pin(found.simulation.bytes_offloaded, self._planning.budgets)
@@ -103,8 +108,8 @@ class ChainRecalibration(Recalibration):
             first.calls.follow_instead(first, observer, planning.choices(found), planning.spare_of(found))
 
     def warn(self, message: str) -> None:
-        """See ``Recalibration``. Steps that exceed the budget have the chain planned anew, and that warns."""
-        log.info("%s", message)
+        """See ``Recalibration``. Once, counting the warnings of the chain's other plans."""
+        self._planning.warn("least", message)
 
     def decisions(self, now: Schedule) -> tuple[Decision, ...] | None:
         """See ``Recalibration``."""

@@ -106,6 +106,11 @@ class Recalibration(ABC):
         """``now``, in measured time, is what is followed from now on."""
 
     @property
+    def expected_ms(self) -> float:
+        """A step of plain Inductor's, as was thought when it was decided what moves."""
+        return self._box.plan.baseline.step_ms
+
+    @property
     def step(self) -> TrainingStep:
         """The step that is scheduled, with the latest times and working sets."""
         return self._scheduler.step
@@ -155,7 +160,7 @@ class Recalibration(ABC):
         now = Schedule(offload, windows, simulate(step, offload, copies=rates, windows=windows))
         # Move no more than is pinned already, unless the budget is exceeded or the estimates were far off.
         self.exceeded = limit is not None and now.simulation.peak_bytes > limit
-        self.far_longer = baseline.step_ms > _FAR_LONGER * self._box.plan.baseline.step_ms
+        self.far_longer = baseline.step_ms > _FAR_LONGER * self.expected_ms
         anew = self.exceeded or self.far_longer or before_first_step
         host_bytes = self._scheduler.host_bytes if anew else now.simulation.bytes_offloaded
         scheduler = self.scheduler = self._scheduler.with_step(step, host_bytes, rates)
@@ -194,7 +199,7 @@ class Recalibration(ABC):
 
     def _aim(self, scheduler: Scheduler, baseline: Prediction) -> Schedule | None:
         if self._limit is not None:
-            return scheduler.least_time(self._limit, refined=True)
+            return scheduler.least_time(self._limit)
         assert self._objective.max_slowdown is not None
         return scheduler.least_peak(self._objective.most_ms(baseline.step_ms))
 

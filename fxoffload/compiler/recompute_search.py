@@ -121,7 +121,7 @@ class RecomputeSearch:
 
     def _search_within(self, limit_bytes: int) -> list[Try]:
         def aim(scheduler: Scheduler) -> Schedule | None:
-            return scheduler.least_time(limit_bytes, refined=True)
+            return scheduler.least_time(limit_bytes)
 
         tries = list(self._at_level(aim))
         if self._choices is not None:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fxoffload.planner.formulate import problem_of
-from fxoffload.planner.local_search import MAX_TRIES, lower_peak, refine
 from fxoffload.planner.problem import Problem
 from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.simulate import Simulation, simulate
@@ -90,20 +89,12 @@ class Scheduler:
         """The step with everything on the device."""
         return simulate(self.step, (False,) * len(self.names), copies=self.rates)
 
-    def least_time(self, limit_bytes: int, *, refined: bool = False) -> Schedule | None:
-        """The fastest schedule within ``limit_bytes``; None where there is none. ``refined``: search longer."""
+    def least_time(self, limit_bytes: int) -> Schedule | None:
+        """The fastest schedule within ``limit_bytes``; None where there is none."""
         found = [s for d in self._proposals(limit_bytes) if (s := self.settle(d, limit_bytes)) is not None]
         if not found and self._least[0] <= limit_bytes:
             found = [s for s in (self.settle(self._least[1], limit_bytes),) if s is not None]
-        best = min(found, key=lambda s: s.key, default=None)
-        return best if best is None or not refined else self.refine(best, limit_bytes)
-
-    def refine(self, found: Schedule, limit_bytes: int, max_tries: int = MAX_TRIES) -> Schedule:
-        """A schedule within ``limit_bytes`` that is at least as fast as ``found``, which is."""
-        return refine(self.step, found, lambda d: self._refit(d, limit_bytes), self.fixed, max_tries)
-
-    def _refit(self, offload: tuple[bool, ...], limit_bytes: int) -> Schedule | None:
-        return self.settle(offload, limit_bytes) if self._within_host(offload) else None
+        return min(found, key=lambda s: s.key, default=None)
 
     def least_peak(self, max_ms: float) -> Schedule | None:
         """The schedule with the least peak that takes at most ``max_ms``; None where there is none."""
@@ -162,8 +153,7 @@ class Scheduler:
     def _least(self) -> tuple[int, tuple[bool, ...]]:
         """The least peak that was found, with nothing under way, and its decisions."""
         proposals = [self._named(smallest_peak(self.problem).offloaded), self._extreme(True), self._extreme(False)]
-        _, best = min((least_peak_bytes(self.step, p), p) for p in proposals if self._within_host(p))
-        return lower_peak(self.step, best, self._within_host, self.fixed)
+        return min((least_peak_bytes(self.step, p), p) for p in proposals if self._within_host(p))
 
     def _extreme(self, offload: bool) -> tuple[bool, ...]:
         return tuple(self.fixed.get(n, offload) for n in self.names)

@@ -224,13 +224,12 @@ class Planner(Protocol):
             tracked_graphs: of the calls.
             seen: of them.
             sizes: per call, the largest that the plan is to serve; empty where no sizes vary.
-            meanwhile: called with a plan to follow until this one is there, and returns whether steps will; None: no
-                step runs until then.
+            meanwhile: called with a plan to follow until this one is there; None: no step runs until then.
         """
         ...
 
 
-Meanwhile = Callable[["ChainPlan"], bool]
+Meanwhile = Callable[["ChainPlan"], None]
 
 
 @dataclass(frozen=True)

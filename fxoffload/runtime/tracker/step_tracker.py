@@ -65,8 +65,6 @@ log = logging.getLogger(__name__)
 
 # After this many forwards, check whether any waits for a backward: if not, forget them all.
 _MOST_FORWARDS = 64
-# How often ``end_step`` asks whether a plan is there.
-_POLL_S = 5e-3
 
 
 class StepTracker:
@@ -136,8 +134,7 @@ class StepTracker:
             tracked.chains.follow_instead(observer, choices, spare_bytes)
 
     def end_step(self) -> bool:
-        """End the step that ran, if all its backwards have, and wait for the plan that it may lead to, unless further
-        steps are measured before it is made.
+        """End the step that ran, if all its backwards have, and wait for the plan that it may lead to.
 
         Returns whether steps like it go on as they are: they follow a plan, or will have none.
         """
@@ -147,19 +144,9 @@ class StepTracker:
                 return step is None
             self._finish()
             planning = self._planning
-        while planning is not None and planning.is_alive():
-            if self._measures_meanwhile(step):
-                return False
-            planning.join(_POLL_S)
-        follows = step.began is StepState.FOLLOWING and not step.is_meanwhile
-        return follows or not (step.awaits_plan or step.is_meanwhile or self._has_joined(step))
-
-    @staticmethod
-    def _measures_meanwhile(step: RunningStep) -> bool:
-        """Whether steps like it are measured while they have no plan."""
-        first = step.calls[0].tracked() if step.calls else None
-        chain = None if first is None else first.chains.get(step.sizes)
-        return chain is not None and chain.meanwhile is not None and not chain.meanwhile.is_settled
+        if planning is not None:
+            planning.join()
+        return step.began is StepState.FOLLOWING or not (step.awaits_plan or self._has_joined(step))
 
     @staticmethod
     def _has_joined(step: RunningStep) -> bool:
@@ -595,9 +582,8 @@ class StepTracker:
         first, plan = tracked_graphs[0], None
         assert first.planner is not None
 
-        def meanwhile(plan: ChainPlan) -> bool:
+        def meanwhile(plan: ChainPlan) -> None:
             chain.meanwhile = chain.meanwhile or plan
-            return chain.meanwhile is plan
 
         try:
             with working(
