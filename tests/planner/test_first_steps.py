@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -44,7 +43,7 @@ class Measuring:
 
     def __init__(self) -> None:
         self.found: list[FirstSteps] = []
-        self.may_search = threading.Event()
+        self.begun, self.may_search = threading.Event(), threading.Event()
         self.searched: list[float] = []  # plain Inductor's time, by estimates
         self._now = 0.0
 
@@ -57,6 +56,7 @@ class Measuring:
         return self.found[-1]
 
     def run(self, planning: ChainPlanning) -> Schedule:
+        self.begun.set()
         assert self.may_search.wait(60)
         self.searched.append(planning.expected_ms)
         return SEARCH(planning)
@@ -76,16 +76,9 @@ def measuring() -> Iterator[Measuring]:
         yield found
 
 
-def until(is_so: Callable[[], object]) -> None:
-    end = time.monotonic() + 20
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
-def plan_of(time: Measuring) -> fxoffload.Plan:
+def plan_of(measured: Measuring) -> fxoffload.Plan:
     """The plan, once it is found."""
-    time.may_search.set()
+    measured.may_search.set()
     for thread in threading.enumerate():
         if thread.name == "fxoffload-chain-plan":
             thread.join(30)
@@ -98,7 +91,7 @@ def test_a_plan_is_predicted_from_steps_of_the_graphs_as_they_are() -> None:
     torch.compiler.reset()
     with measuring() as measured:
         run = recorded(MODELS["stack"], steps=3)  # planning begins with the third
-        until(lambda: measured.found)
+        assert measured.begun.wait(30)
         for _ in range(4):  # one is skipped, two count, the next reads them
             assert measured.found[0].readings is None
             assert_equal(run.step(), plain)
@@ -115,7 +108,7 @@ def test_a_plan_is_predicted_from_steps_of_the_graphs_as_they_are() -> None:
 def test_without_enough_steps_a_plan_is_predicted_from_estimates() -> None:
     with measuring() as measured:
         run = recorded(MODELS["stack"], steps=3)
-        until(lambda: measured.found)
+        assert measured.begun.wait(30)
         run.steps(3)
         plan = plan_of(measured)
         assert plan.basis == "estimated" and measured.found[0].readings is None
