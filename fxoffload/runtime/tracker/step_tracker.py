@@ -317,6 +317,8 @@ class StepTracker:
                     if chain.plan is plan:
                         tracked.chains.take(chain, None if plan.otherwise is None else plan.otherwise())
                 plan.prepare = plan.otherwise = None
+                if chain.plan is plan:
+                    chain.meanwhile = None
         return True
 
     def _is_over(self, step: RunningStep, tracked: TrackedGraph) -> bool:
