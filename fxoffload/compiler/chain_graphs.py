@@ -121,7 +121,7 @@ class GraphDescription:
 
         Args:
             step: as measured.
-            basis: what was measured.
+            basis: the source of the measurements.
         """
         estimate = self.estimate or self.step
         others = {

@@ -103,7 +103,8 @@ class ChainPlanning:
         is_plain_compiled: whether that is the step of the graphs as compiled, with everything kept.
         checkpointing: the step in which all activation checkpointing that the plan replaces is obeyed; None: there is
             none.
-        expected_ms: a step of plain Inductor's, as was thought when it was decided what moves.
+        expected_ms: estimated time of plain Inductor's step, on which the decisions rest.
+        fixed: of every schedule from now on; see ``Scheduler``.
         numbers: per call, that of its variant; once it is to be followed.
         order, others_bytes, margin_bytes: as of ``Seen``.
         first_bytes: the same as ``Seen.left_bytes``, where it was read at these sizes.
@@ -121,6 +122,7 @@ class ChainPlanning:
         sizes: Sequence[Sizes] = (),
     ) -> None:
         self.descriptions = descriptions
+        self.fixed: Mapping[str, bool] = {}
         self.sizes = tuple(sizes)
         self.order = seen.order
         self.others_bytes = seen.others_bytes
@@ -220,13 +222,12 @@ class ChainPlanning:
             )
             for d, w in zip(descriptions, written, strict=True)
         ]
-        return ChainSearch(calls, edge_memory, self.scheduler, self.rates, self.host_bytes, self.order)
+        return ChainSearch(calls, edge_memory, self._scheduler, self.rates, self.host_bytes, self.order)
 
-    def scheduler(self, step: TrainingStep, fixed: Mapping[str, bool] | None = None) -> Scheduler:
-        """Of a step of these calls. ``fixed``: see ``Scheduler``."""
+    def _scheduler(self, step: TrainingStep) -> Scheduler:
         return Scheduler(
             step,
-            fixed=fixed,
+            fixed=self.fixed,
             rates=self.rates,
             host_bytes=self.host_bytes,
             in_flight_budget=self.budgets.in_flight,
@@ -317,7 +318,7 @@ class ChainPlanning:
         return found
 
     def _say(self, aim: str, found: Schedule) -> None:
-        """The summary of a plan that gains something. ``aim``: what was looked for."""
+        """The summary of a plan that gains something. ``aim``: the goal of the search, in words."""
         self._aim, self.summary = aim, f"{aim}: {self.gain(found)}"
 
     def in_measured_time(
@@ -325,9 +326,8 @@ class ChainPlanning:
     ) -> Schedule:
         """``found``, which ``run`` has returned, with times from steps that ran the graphs as compiled.
 
-        What each call runs, and what moves, stays as it was found. Times in steps differ more between ranks than those
-        of segments alone, and a rank that recomputes where another one copies makes both wait: 477 ms for 438 (FSDP2,
-        two H200s, 2026-11-28).
+        The decisions stay. Ranks measure different times in steps, more so than of segments alone. Where one rank
+        recomputes and another one copies, both wait: 477 ms for 438 (FSDP2, two H200s, 2026-11-28).
 
         Args:
             descriptions: of the calls, as measured.

@@ -1,8 +1,8 @@
 """Measures steps that run graphs as they were compiled, while a plan for all of them is made.
 
-Until that plan is there, steps follow one that takes a moment to make. They compute what plain Inductor's steps do, so
-they tell how long each graph takes inside a step: beside collectives, and at the clocks that a device keeps. Segments
-that ran alone were 11 % faster than those of FSDP2's steps (Qwen3, 16 layers, two H200s, 2026-11-28).
+Until that plan is there, steps follow one that takes a moment to make. They tell how long each graph takes inside a
+step: while collectives run, and at the clocks that a device keeps. Segments that ran alone were 11 % faster than those
+of FSDP2's steps (Qwen3, 16 layers, two H200s, 2026-11-28).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _WAITING = 0.1
 
 
 class FirstSteps:
-    """An observer of steps. Nobody waits for it.
+    """An observer of steps. No thread waits for it.
 
     Args:
         clock: that measures them.
@@ -55,8 +55,8 @@ class FirstSteps:
 def first_steps_of(planning: ChainPlanning, schedule: Schedule) -> FirstSteps | None:
     """The observer of a chain's steps under ``schedule``, until its plan is there.
 
-    None: on the CPU, times are no prediction of anything; or it is not to be planned with measured times. Nor are those
-    of steps that wait for copies: collectives then run in the waits, and not beside the graphs.
+    None: on the CPU, times are no prediction of anything; or it is not to be planned with measured times. Steps that
+    wait for copies are not measured either: collectives run during the waits, where they slow no graph down.
     """
     now = schedule.simulation
     if planning.device.type != "cuda" or not planning.calibrates or now.exposed_ms > _WAITING * now.step_ms:

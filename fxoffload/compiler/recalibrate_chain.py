@@ -30,10 +30,10 @@ log = logging.getLogger(__name__)
 
 
 class ChainRecalibration(Recalibration):
-    """Makes one chain's plan once more, with measurements of its steps: what moves, not what is recomputed.
+    """Schedules one chain once more, with measurements of its steps: keep, offload and windows.
 
-    What is recomputed stays, for the reason that ``ChainPlanning.in_measured_time`` gives. Where a budget is missed so,
-    the budget loop has the chain planned anew.
+    Its recomputation stays, for the reason that ``ChainPlanning.in_measured_time`` gives. Where steps then miss a
+    budget, the budget loop has the chain planned anew.
 
     Args:
         planning: of the chain, which has settled what each call runs.

@@ -103,11 +103,11 @@ class Recalibration(ABC):
 
     @abstractmethod
     def settle(self, now: Schedule) -> None:
-        """``now``, in measured time, is what is followed from now on."""
+        """From now on steps follow ``now``, which is in measured time."""
 
     @property
     def expected_ms(self) -> float:
-        """A step of plain Inductor's, as was thought when it was decided what moves."""
+        """Estimated milliseconds of plain Inductor's step, on which the decisions rest."""
         return self._box.plan.baseline.step_ms
 
     @property

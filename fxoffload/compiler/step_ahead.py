@@ -8,7 +8,7 @@ Graphs with plans of their own keep them where a budget is met so side by side.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from fxoffload.compiler.chain_planning import ChainPlanning
@@ -16,9 +16,8 @@ from fxoffload.compiler.fake_step import FakeGraph, FakeStep
 from fxoffload.errors import BudgetError, UnsupportedError
 from fxoffload.plan_report.plan import Plan
 from fxoffload.planner.plan import NO_GRAPH, Decision
-from fxoffload.planner.schedule import Schedule, Scheduler
+from fxoffload.planner.schedule import Schedule
 from fxoffload.planner.simulate import simulate
-from fxoffload.planner.steps import TrainingStep
 from fxoffload.planner.windows import no_windows
 from fxoffload.runtime.tracker.chains import Seen
 from fxoffload.sizes import format_bytes
@@ -101,21 +100,16 @@ class _Planning(ChainPlanning):
 
     def __init__(self, calls: Sequence[FakeGraph], edge_memory: tuple[EdgeMemory, ...]) -> None:
         self.said: list[str] = []
-        self._stays: dict[str, bool] = {}
         descriptions = [g.description for g in calls if g.description is not None]
         super().__init__(descriptions, Seen(edge_memory), [frozenset()] * len(descriptions))
         # No value of a graph that plain Inductor compiles can move.
         names = [n for g, names in zip(calls, self.chain.candidates, strict=True) if g.is_plain for n in names]
-        self._stays = {name: False for name in names if name is not None}
+        self.fixed = {name: False for name in names if name is not None}
         self.choice = self.compiled = self.chain_search.as_compiled()
 
     def warn(self, kind: str, text: str) -> None:
         """Keep the text: no step follows this plan yet."""
         self.said.append(text)
-
-    def scheduler(self, step: TrainingStep, fixed: Mapping[str, bool] | None = None) -> Scheduler:
-        """As in training, with the candidates that stay fixed."""
-        return super().scheduler(step, self._stays if fixed is None else fixed)
 
 
 def _plan_of_calls(step: FakeStep) -> Plan:

@@ -133,9 +133,9 @@ class PlanData:
         max_slowdown: most slowdown over plain Inductor that was asked for (0.02 is 2 %), or None.
         source: where the budget or the slowdown comes from: "options", "default", or "checkpointing", where the budget
             is the predicted peak of the model's own activation checkpointing.
-        basis: source of the predictions: "estimated", the profile's rates alone; "operators", times of heavy
-            operators on the device; "segments", times and peaks of the compiled segments on the device; "steps", times
-            of the graphs in steps that ran them before they were planned.
+        basis: source of the predictions. "estimated": the profile's rates alone. "operators": times of heavy operators
+            on the device. "segments": times and peaks of the compiled segments on the device. "steps": times of the
+            graphs in steps before their plan.
         estimate_error: how far estimates from this profile were off on stock models; None: not measured yet.
         predicted: the plan's step, before a step ran.
         calibrated: the same with measured segment times; None before.
