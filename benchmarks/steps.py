@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.clock import StepTime, new_clock, synchronize
+from benchmarks.clock import Clock, StepTime, new_clock, synchronize
 from benchmarks.job import Job
 from benchmarks.quartiles import summarize
 from benchmarks.schema import Memory, Protocol, Result
@@ -58,6 +58,13 @@ class Stepper:
             self._begin()
         clock = new_clock(self.device)
         start = time.perf_counter()
+        loss = self.launch(clock)
+        forward_ms, backward_ms, optimizer_ms = clock.gaps_ms()
+        host_wall_ms = (time.perf_counter() - start) * 1e3
+        return StepTime(forward_ms, backward_ms, host_wall_ms, loss.item(), optimizer_ms)
+
+    def launch(self, clock: Clock) -> torch.Tensor:
+        """One step, with marks before its forward, its backward and its optimizer, and after that: its loss."""
         clock.mark()
         with self._around():
             loss = self._module(*self.job.inputs)
@@ -66,9 +73,11 @@ class Stepper:
         clock.mark()
         self.job.finish_step()
         clock.mark()
-        forward_ms, backward_ms, optimizer_ms = clock.gaps_ms()
-        host_wall_ms = (time.perf_counter() - start) * 1e3
-        return StepTime(forward_ms, backward_ms, host_wall_ms, loss.item(), optimizer_ms)
+        return loss.detach()
+
+    def steps(self, count: int) -> list[StepTime]:
+        """Those that a measurement times."""
+        return [self.step() for _ in range(count)]
 
     def host_step(self) -> HostTime:
         """A step as the host sees it: it is not stopped between forward and backward, nor before the clock is read."""
@@ -103,7 +112,7 @@ def measure_timed_steps(stepper: Stepper, result: Result, protocol: Protocol) ->
     """Times, and the peak over all timed steps above the bytes before the first of them."""
     stepper.job.zero_gradients()
     before = start_memory_window(stepper.device)
-    times = [stepper.step() for _ in range(protocol.steps)]
+    times = stepper.steps(protocol.steps)
     result.memory = end_memory_window(stepper.device, before)
     result.num_timed_steps = len(times)
     result.step_ms = summarize([t.step_ms for t in times])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -26,7 +28,8 @@ _HOST_AHEAD_CYCLES = 20_000_000  # some 10 ms
 
 
 class StockStepper(Stepper):
-    """Writes down every step. The allocator's peak counters start anew with each. The host is a little ahead."""
+    """Writes down every step. Steps that are timed follow one another as in a training loop; before each other one, the
+    device is idle, and the allocator's peak counters start anew."""
 
     def __init__(self, job: Job, module: StockModule, device: torch.device) -> None:
         super().__init__(job, module, device)
@@ -52,6 +55,27 @@ class StockStepper(Stepper):
         fact = StepFact(time.forward_ms, time.backward_ms, time.optimizer_ms, time.host_wall_ms, peak, idle_ms)
         self.facts.append(fact)
         return time
+
+    def steps(self, count: int) -> list[StepTime]:
+        """In a row: nothing waits for the device until all were launched. All have the peak of the largest."""
+        self.job.zero_gradients()
+        before = start_memory_window(self.device)
+        clock, start, losses = new_clock(self.device), time.perf_counter(), []
+        self._idle = None
+        self._begin_step()
+        for _ in range(count):
+            self.job.zero_gradients()
+            losses.append(self.launch(clock))
+        gaps = clock.gaps_ms()
+        wall_ms = (time.perf_counter() - start) * 1e3 / count
+        memory = end_memory_window(self.device, before)
+        peak = memory.peak_bytes if memory is not None else None
+        found = []
+        for at, loss in enumerate(losses):
+            forward, backward, optimizer = gaps[4 * at : 4 * at + 3]
+            found.append(StepTime(forward, backward, wall_ms, loss.item(), optimizer))
+            self.facts.append(StepFact(forward, backward, optimizer, wall_ms, peak, gaps[4 * at - 1] if at else None))
+        return found
 
 
 def apply_stock(request: Request, variant: Variant, job: Job, device: torch.device) -> StockStepper:

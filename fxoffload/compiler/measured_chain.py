@@ -59,23 +59,31 @@ def measured_calls(
 ) -> dict[Hashable, TrainingStep]:
     """The step of one call of each graph, from measurements of a chain.
 
-    Calls of one graph run the same code: a segment takes its time from the median call.
+    Calls of one graph run the same code: a segment takes its time from the median call. One that was measured in no
+    call is as much longer than its estimate as the others of its phase are.
 
     Args:
         steps: of the calls, as estimated.
         graphs: per call, which graph it ran.
         ms: of the chain's segments.
     """
-    found: dict[Hashable, TrainingStep] = {}
-    for graph in dict.fromkeys(graphs):
-        calls = [k for k, g in enumerate(graphs) if g == graph]
-        step = steps[calls[0]]
-        times: dict[Phase, dict[str, float]] = {phase: {} for phase in PHASES}
-        for phase in PHASES:
+    calls: dict[Hashable, list[int]] = {}
+    for call, graph in enumerate(graphs):
+        calls.setdefault(graph, []).append(call)
+    times: dict[Hashable, dict[Phase, dict[str, float]]] = {graph: {} for graph in calls}
+    for phase in PHASES:
+        measured = ms.get(phase, {})
+        estimates: dict[tuple[Hashable, str], float] = {}
+        found: dict[tuple[Hashable, str], float] = {}
+        for graph, of in calls.items():
+            step = steps[of[0]]
             for segment in step.forward if phase == "forward" else step.backward:
-                names = [segment_of(call, segment.name) for call in calls]
-                taken = [ms[phase][name] for name in names if name in ms.get(phase, {})]
+                estimates[graph, segment.name] = segment.ms
+                taken = [measured[n] for call in of if (n := segment_of(call, segment.name)) in measured]
                 if taken:
-                    times[phase][segment.name] = statistics.median(taken)
-        found[graph] = measured_step(step, times)
-    return found
+                    found[graph, segment.name] = statistics.median(taken)
+        estimated = sum(estimates[at] for at in found)
+        ratio = sum(found.values()) / estimated if estimated > 0 else 1.0
+        for (graph, name), estimate in estimates.items():
+            times[graph].setdefault(phase, {})[name] = found.get((graph, name), estimate * ratio)
+    return {graph: measured_step(steps[of[0]], times[graph]) for graph, of in calls.items()}

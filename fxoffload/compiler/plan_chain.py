@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from fxoffload.compiler.batch_sizes import Sizes
 from fxoffload.compiler.chain_graphs import GraphDescription, descriptions_at
 from fxoffload.compiler.chain_planning import ChainPlanning
-from fxoffload.compiler.first_steps import first_steps_of, gaps_of, measured_descriptions
+from fxoffload.compiler.first_steps import first_steps_of, in_measured_time
 from fxoffload.compiler.recalibrate_chain import replan_for_chain
 from fxoffload.plan_report.registry import PlanBox
 from fxoffload.runtime import background
@@ -48,13 +48,13 @@ def plan_chain(
     planning, first_steps = ChainPlanning(descriptions_at(descriptions, sizes), seen, written, sizes), None
     refs = tuple(weakref.ref(t) for t in tracked_graphs)
     if meanwhile is not None and (quick := planning.quick()) is not None:
-        first_steps = first_steps_of(planning, quick)
+        first_steps = first_steps_of(planning)
         log.info("planned %d calls as they are compiled in %.1f s", len(descriptions), time.perf_counter() - began)
         choices = planning.choices(quick)
         meanwhile(ChainPlan(refs, choices, sizes=planning.sizes, order=seen.order, observer=first_steps))
     schedule = planning.run()
     if first_steps is not None and (readings := first_steps.readings) is not None:
-        schedule = planning.in_measured_time(measured_descriptions(planning, readings), gaps_of(readings), schedule)
+        schedule = in_measured_time(planning, readings, schedule)
     background.check()
     if planning.checkpointing is not None:
         # Of a step under checkpointing next to nothing moved; no step is to wait for pinning.

@@ -87,6 +87,11 @@ class Readings:
         missing."""
         return {p: statistics.median(s.phase_ms for s in found) for p, found in self.samples.items() if found}
 
+    def waits_ms(self) -> dict[Phase, dict[str, float]]:
+        """Milliseconds between the end of the segment before and the beginning of each: medians. Waits for copies,
+        mostly."""
+        return {p: _medians(map(_waits, found)) for p, found in self.samples.items()}
+
     def typical(self) -> tuple[Sample, Sample] | None:
         """A forward and its backward, of the step whose time is nearest to the median; None where one is missing."""
         pairs = list(zip(self.samples.get("forward", ()), self.samples.get("backward", ()), strict=False))
@@ -135,6 +140,14 @@ class Readings:
         the allocator's peak, which may be older than the step."""
         found = [s.bounds for s in self.samples["backward"] if s.bounds is not None]
         return (max(low for low, _ in found), max(high for _, high in found)) if found else None
+
+
+def _waits(sample: Sample) -> dict[str, float]:
+    found, ended = {}, 0.0
+    for name, begins in sorted(sample.begin_ms.items(), key=lambda item: item[1]):
+        found[name] = begins - ended
+        ended = begins + sample.segment_ms[name]
+    return found
 
 
 def _by_name(maps: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:

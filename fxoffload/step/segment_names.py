@@ -27,6 +27,11 @@ def segment_of(call: int, segment: str) -> str:
     return f"call {call}/{segment}"
 
 
+def call_of(segment: str) -> str:
+    """The call that a segment of a chain belongs to."""
+    return segment.rpartition("/")[0]
+
+
 def place_of(segment: str, layer: str) -> str:
     """Where a segment is, for a person: its layer, or its own name outside the layers. In a step over several graphs
     its call stands before that."""
@@ -59,7 +64,7 @@ def in_words(segments: Sequence[Placed], phase: str, segment: str) -> str:
     if lies_between(segment):
         return f"the code before the {phase} of {call}, outside the compiled graphs"
     # In the order of the forward, whichever it is.
-    near = [b for b in segments if b.phase == phase and b.segment.rpartition("/")[0] == call]
+    near = [b for b in segments if b.phase == phase and call_of(b.segment) == call]
     near = [b for b in near if not lies_between(b.segment)][:: 1 if phase == "forward" else -1]
     at = next((i for i, b in enumerate(near) if b.segment == segment), None)
     found = f"of {name}"

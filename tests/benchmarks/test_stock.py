@@ -62,7 +62,11 @@ def test_every_case_trains_with_adamw(name: str) -> None:
     gradients = [p.grad for p in job.module.parameters() if p.requires_grad]
     # An adapter's second factor begins as zeros, and so does the projection of images.
     assert sum(g is not None and bool(g.any()) for g in gradients) > len(gradients) // 5
-    assert [f.optimizer_ms > 0 and f.peak_bytes is None for f in stepper.facts] == [True, True]
+    in_a_row = stepper.steps(2)
+    assert all(t.loss == losses[0] for t in in_a_row) or case.name == "t5"
+    assert [t.forward_ms > 0 and t.backward_ms > 0 for t in in_a_row] == [True] * 2
+    assert [f.optimizer_ms > 0 and f.peak_bytes is None for f in stepper.facts] == [True] * 4
+    assert [f.idle_ms is None for f in stepper.facts] == [True, False, True, False]
 
 
 def test_forms_are_what_they_say() -> None:
