@@ -7,6 +7,9 @@ from typing import Any
 
 from benchmarks.schema import Result
 
+# Steps before the timed ones, with calibrated plans: in earlier ones variants compile, and the host is late.
+_CALIBRATED_STEPS = 8
+
 
 def plan_row(result: Result) -> dict[str, Any]:
     """Errors as fractions of the measured value (positive: predicted too much), and whether the budget was met.
@@ -72,16 +75,17 @@ def _peak_under(prefix: str, result: Result) -> int | None:
 
 def idle_before_steps_ms(result: Result, prefix: str) -> float | None:
     """How long the harness held the device up before a step, in the steps in which the plan saw the time between them:
-    the least before the plan, the median after it. None: not known."""
+    the least before the plan, the median of the last ones after it. None: not known."""
     run, plan = result.stock, result.plan
     if run is None or plan is None:
         return None
-    until = plan.frozen_after_steps
-    steps = run.steps[:until] if prefix == "predicted" else run.steps[until : plan.calibrated_after_steps]
-    known = [fact.idle_ms for fact in steps if fact.idle_ms is not None]
-    if not known:
-        return None
-    return min(known) if prefix == "predicted" else statistics.median(known)
+    if prefix == "predicted":
+        return min(
+            (fact.idle_ms for fact in run.steps[: plan.frozen_after_steps] if fact.idle_ms is not None), default=None
+        )
+    after = run.steps[plan.frozen_after_steps : plan.calibrated_after_steps][-_CALIBRATED_STEPS:]
+    known = [fact.idle_ms for fact in after if fact.idle_ms is not None]
+    return statistics.median(known) if known else None
 
 
 def _error(said: float | None, measured: float | None) -> float | None:
