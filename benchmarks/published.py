@@ -222,12 +222,11 @@ TABLES = (
             Rows("2026-11-28-h200-stock-llama-3b-lora.json", _STOCK, of="Llama 3.2-3B, LoRA r=16", where_there=True),
             Rows(f"{IMAGE}-inductor.json", {"inductor": "Inductor"}, of="Gemma-3 with an image, 12 layers"),
             Rows(f"{IMAGE}.json", {"auto": "fxoffload, default"}, of="Gemma-3 with an image, 12 layers"),
-            *(
-                Rows(f"2026-11-28-2xh200-stock-fsdp-{file}.json", _STOCK | FSDP_STOCK, of=of, where_there=True)
-                for file, of in {
-                    "segments": "FSDP2, two GPUs, 16 layers",
-                    "steps": "the same, predicted from steps",
-                }.items()
+            Rows(
+                "2026-11-28-2xh200-stock-fsdp-in-a-row.json",
+                _STOCK | FSDP_STOCK,
+                of="FSDP2, two GPUs, 16 layers",
+                where_there=True,
             ),
         ),
         of="model",
