@@ -74,8 +74,10 @@ def _peak_under(prefix: str, result: Result) -> int | None:
 
 
 def idle_before_steps_ms(result: Result, prefix: str) -> float | None:
-    """How long the harness held the device up before a step, in the steps in which the plan saw the time between them:
-    the least before the plan, the median of the last ones after it. None: not known."""
+    """How long the harness held the device up before a step. None: not known.
+
+    It counts where the plan saw the time between steps: the least before there was a plan, later the last ones' median.
+    """
     run, plan = result.stock, result.plan
     if run is None or plan is None:
         return None

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from fxoffload import tell
 from fxoffload.analysis.recompute_rules import OFFLOADED
 from fxoffload.compiled_graph import CompiledGraph, note_plain, register
 from fxoffload.compiler import told
-from fxoffload.compiler.batch_sizes import BatchSizes, depends_on_data
+from fxoffload.compiler.batch_sizes import depends_on_data
 from fxoffload.compiler.build import Builder
 from fxoffload.compiler.call_choice import CallChoice
 from fxoffload.compiler.callables import (
@@ -43,9 +43,7 @@ from fxoffload.compiler.chain_graphs import (
 )
 from fxoffload.compiler.graph_budget import GraphBudget, PlannedGraph
 from fxoffload.compiler.graph_inputs import GraphInputs, parameters_in_joint
-from fxoffload.compiler.measure_ops import measure_ops
-from fxoffload.compiler.measure_segments import RanSegments, measure_segments
-from fxoffload.compiler.measuring import Allowance, allowance_of_step, note_estimated, reason_of
+from fxoffload.compiler.measured_costs import MeasuredCosts
 from fxoffload.compiler.partitioning import Partition, PartitionSettings, copy_graph
 from fxoffload.compiler.pipeline import BackwardState, ForwardState
 from fxoffload.compiler.plain import compile_plain
@@ -67,10 +65,7 @@ from fxoffload.compiler.size_variants import Range, plan_for_sizes
 from fxoffload.compiler.tangents import zeros_of
 from fxoffload.compiler.variant_maker import Compiled, Source, VariantMaker, variant_maker_for
 from fxoffload.counters import counters
-from fxoffload.environment import measured_device_types
 from fxoffload.errors import BudgetError, PassError, in_brief
-from fxoffload.machine.devices import identify
-from fxoffload.machine.meters import Meter, meter_for
 from fxoffload.options import Options
 from fxoffload.passes.annotate_layers import AnnotateLayers, LayerReport
 from fxoffload.passes.checkpointed import clear_plain_checkpointing, num_checkpointed
@@ -81,9 +76,8 @@ from fxoffload.passes.unwrap_random import UnwrapRandom
 from fxoffload.plan_report.registry import PlanBox
 from fxoffload.planner.as_measured import measured_step, shared
 from fxoffload.planner.objective import Objective
-from fxoffload.planner.rates import ProfileRates, rates_for
+from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.schedule import Schedule, Scheduler
-from fxoffload.planner.steps import TrainingStep
 from fxoffload.planner.windows import no_windows
 from fxoffload.processes import processes_on_this_machine
 from fxoffload.progress import working
@@ -190,10 +184,7 @@ class CompileSession:
         self._sized: SizedPlan | None = None  # Where sizes vary.
         self._range: Range | None = None  # Of these sizes.
         self._limit_bytes: int | None = None  # Part of the budget that the schedule may take.
-        self._op_times: Mapping[str, float] = {}  # Measured.
-        self._meter: Meter | None = None  # Measures before the first step, if anything does.
-        self._allowance = Allowance()  # Of the meter.
-        self._ran: RanSegments | None = None  # Of the compiled graphs, before the first step.
+        self._costs = MeasuredCosts(options.profile, device, is_off="measured_costs" in disabled)
         self._calibration: Recalibration | None = None  # Until the first step.
         self._plan_box: PlanBox | None = None
         self._watched_graph: OwnPlan | None = None  # where a budget let it be plain Inductor's
@@ -250,7 +241,7 @@ class CompileSession:
             plans = self._plans(gm)
             free = self._without_plain_checkpointing(gm) if plans or self._may_vary() else gm
             if plans or not self.why_not_in_chain():
-                self._measure_ops(gm)
+                self._costs.measure_ops(gm)
             if plans:
                 self._planned = self._plan(free, split, gm)
             elif free is not gm and tell.is_new("checkpointing of one layer"):
@@ -381,26 +372,7 @@ class CompileSession:
 
     def rates(self) -> ProfileRates:
         """The rates that plans are made with. Raises OptionsError, ProfileError: see ``rates_for``."""
-        return replace(rates_for(self.options.profile, self.device), op_times=self._op_times)
-
-    def _measure_ops(self, joint: fx.GraphModule) -> None:
-        """Know the times of the heavy operators of ``joint``, where they may be measured."""
-        if "measured_costs" in self.disabled or self.device.type not in measured_device_types():
-            return
-        if BatchSizes.of(joint) is not None:
-            # Measured at one size and estimated at others, a plan would be compared with itself by two measures.
-            note_estimated("graphs", "sizes vary from call to call")
-            return
-        try:
-            rates, identity = rates_for(self.options.profile, self.device), identify(self.device)
-            if self.device.type == "cuda" and rates.profile.device_name != identity.device_name:
-                note_estimated("graphs", "the plan is for another device")
-                return
-            self._meter, self._allowance = meter_for(self.device), allowance_of_step()
-            with working("measuring operators"):
-                self._op_times = measure_ops(joint, identity, rates, self._meter, self._allowance).ms
-        except Exception as error:  # a bad profile is for planning to report
-            note_estimated("graphs", reason_of(error))
+        return self._costs.rates()
 
     def why_not_in_chain(self) -> str:
         """Why a graph may not be part of a plan for the whole step; "" where it may."""
@@ -515,7 +487,10 @@ class CompileSession:
 
     def _with_measured_segments(self, description: GraphDescription, backward: BackwardState) -> GraphDescription:
         """``description`` with times and peaks of its segments on made-up inputs, where its sizes are fixed."""
-        ran = self._run_segments(backward, description.step) if description.sized is None else None
+        assert self._forward is not None
+        if description.sized is not None:
+            return description
+        ran = self._costs.run_segments(self._forward.state, backward, description.step)
         if ran is None:
             return description
         sizes = shared(ran.readings.temp_bytes(), self._alike)
@@ -638,7 +613,7 @@ class CompileSession:
             if "calibration" not in self.disabled:
                 records = "allocator_record" not in self.disabled
                 self._replan = calls.replan = replan_for(*about, self.device, pin, records)
-            if self._meter is not None:
+            if self._costs.will_run_segments:
                 self._calibration = calibration_of(*about, pin) if self._replan is None else self._replan.calibration
         if planned is not None and self._objective.budget_bytes is not None:
             tracked.control = self._control(graph, state, by_size)
@@ -745,24 +720,15 @@ class CompileSession:
 
     # -- before the first step ---------------------------------------------------------------------------------------
 
-    def _run_segments(self, backward: BackwardState, step: TrainingStep) -> RanSegments | None:
-        """Readings of the compiled segments, run once on made-up inputs; None where there are none. Never raises."""
-        meter, self._meter = self._meter, None
-        if meter is not None and self._forward is not None:
-            try:
-                with working("measuring segments"):
-                    self._ran = measure_segments(self._forward.state, backward, step, meter, self._allowance)
-            except Exception as error:
-                note_estimated("graphs", reason_of(error))
-        return self._ran
-
     def _plan_first(self, backward: BackwardState) -> None:
         """Schedule with the readings of the compiled segments, before the first step."""
         calibration, self._calibration = self._calibration, None
-        ran = None if calibration is None else self._run_segments(backward, calibration.step)
-        if calibration is None or ran is None:
+        if calibration is None:
             return
         assert self._forward is not None and self._plan_box is not None
+        ran = self._costs.run_segments(self._forward.state, backward, calibration.step)
+        if ran is None:
+            return
         graph, box, limit = self._forward.graph, self._plan_box, self._limit_bytes
         before, is_least = (graph.planned, self._settled), limit is not None and box.plan.predicted.peak_bytes > limit
         try:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import fxoffload
-from fxoffload.compiler import measuring, planning, session, time_segments
+from fxoffload.compiler import measured_costs, measuring, planning, session, time_segments
 from fxoffload.compiler.measuring import Allowance
 from fxoffload.errors import BudgetError
 from fxoffload.machine import op_times
@@ -77,7 +77,7 @@ class Told(HostMeter):
 
 @pytest.fixture
 def measure_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[Meter], None]:
-    return lambda meter: monkeypatch.setattr(session, "meter_for", lambda device: meter)
+    return lambda meter: monkeypatch.setattr(measured_costs, "meter_for", lambda device: meter)
 
 
 def step(model: nn.Module, **options: Any) -> fxoffload.Plan:
@@ -187,7 +187,7 @@ def test_there_is_an_end_to_it(measure_with: Callable[[Meter], None], monkeypatc
             return super().peak_bytes(work)
 
     allowance = Allowance(3.0, lambda: now[0])
-    monkeypatch.setattr(session, "allowance_of_step", lambda: allowance)
+    monkeypatch.setattr(measured_costs, "allowance_of_step", lambda: allowance)
     meter = Slow()
     measure_with(meter)
     assert step(tower()).basis == "operators"
@@ -368,7 +368,7 @@ def test_a_mistake_leaves_the_plan_as_it_is(
     measure_with: Callable[[Meter], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measure_with(Told())
-    monkeypatch.setattr(session, "measure_segments", lambda *args: (_ for _ in ()).throw(TypeError("on purpose")))
+    monkeypatch.setattr(measured_costs, "measure_segments", lambda *args: (_ for _ in ()).throw(TypeError("on purpose")))
     assert step(tower()).basis == "operators"
     assert fxoffload.stats().costs_estimated == {measuring.FAILED: 1}
 
