@@ -33,9 +33,10 @@ def _step(m: Measured) -> str:
 
 
 def _step_with_quartiles(m: Measured) -> str:
-    """Of several ranks the slowest; only the first has written its quartiles."""
-    found = m.record.result.step_ms
-    if found is None or len(m.record.result.step_ms_by_rank) > 1:
+    """Of several ranks the slowest; only the first has written its quartiles. Steps in a row have a mean."""
+    found, stock = m.record.result.step_ms, m.record.result.stock
+    in_a_row = stock is not None and stock.row_ms is not None
+    if found is None or in_a_row or len(m.record.result.step_ms_by_rank) > 1:
         return _step(m)
     return f"{found.median:.1f} [{found.q1:.1f}, {found.q3:.1f}]"
 

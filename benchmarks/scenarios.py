@@ -71,7 +71,7 @@ STOCK_VARIANTS = ",".join(
     ]
 )
 STOCK_PROTOCOL = {
-    **{"warmup": 1, "steps": 5, "calibration_steps": 8, "timeout_s": 200.0},
+    **{"warmup": 1, "steps": 10, "calibration_steps": 8, "timeout_s": 200.0},
     **{"allocator_trace": False, "copy_trace": False, "gradients": False},
 }
 COLLECTIVES, COLLECTIVES_BESIDE = "collectives", ("idle", "matmul")

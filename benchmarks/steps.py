@@ -24,7 +24,7 @@ class HostTime(NamedTuple):
 
 
 class Stepper:
-    """One compiled callable with its job. Every step starts and ends with an idle device.
+    """One compiled callable with its job. The device is idle before and after each ``step``.
 
     ``around`` gives the context of one step, forward and backward (saved-tensor hooks of a peer).
     """

@@ -7,7 +7,8 @@ from typing import Any
 
 from benchmarks.schema import Result
 
-# Steps before the timed ones, with calibrated plans: in earlier ones variants compile, and the host is late.
+# Last steps before the timed ones: they follow the calibrated plan. In earlier ones variants compile, and the host is
+# late.
 _CALIBRATED_STEPS = 8
 
 
@@ -39,13 +40,16 @@ def plan_row(result: Result) -> dict[str, Any]:
 
 
 def slowest_step_ms(result: Result) -> float:
-    """The median step of the slowest rank: the others wait for it somewhere.
+    """The median step of the slowest rank: the others wait for it somewhere. Of steps in a row it is the mean: where
+    one rank waits, another's median step may be a short one.
 
     Raises:
         ValueError: no step was timed.
     """
     if result.step_ms is None:
         raise ValueError("expected timed steps, found none")
+    if result.stock is not None and result.stock.row_ms is not None:
+        return result.stock.row_ms
     return max([result.step_ms.median, *result.step_ms_by_rank])
 
 
@@ -53,6 +57,8 @@ def _errors(prefix: str, said: dict[str, Any], between_ms: float | None, result:
     """Of several graphs a plan says the time between steps too: then AdamW counts, and what runs before the first graph
     and after the last."""
     said_ms, step_ms = said.get("step_ms"), result.step_ms.median if result.step_ms else None
+    if result.stock is not None and result.stock.row_ms is not None:
+        step_ms = result.stock.row_ms
     idle_ms = idle_before_steps_ms(result, prefix)
     if None not in (said_ms, step_ms, between_ms, idle_ms) and result.optimizer_ms is not None:
         said_ms, step_ms = said_ms + between_ms - idle_ms, step_ms + result.optimizer_ms.median  # type: ignore[operator]

@@ -28,8 +28,8 @@ _HOST_AHEAD_CYCLES = 20_000_000  # some 10 ms
 
 
 class StockStepper(Stepper):
-    """Writes down every step. Steps that are timed follow one another as in a training loop; before each other one, the
-    device is idle, and the allocator's peak counters start anew."""
+    """Writes down every step. Timed steps follow one another, as in a training loop. The others begin with an idle
+    device and new counters of the allocator's peak."""
 
     def __init__(self, job: Job, module: StockModule, device: torch.device) -> None:
         super().__init__(job, module, device)
@@ -46,35 +46,31 @@ class StockStepper(Stepper):
     def step(self) -> StepTime:
         self.job.zero_gradients()
         before = start_memory_window(self.device)
-        time = super().step()
+        found = super().step()
         idle_ms = None if self._idle is None else self._idle.gaps_ms()[0]
         self._idle = new_clock(self.device)
         self._idle.mark()
         memory = end_memory_window(self.device, before)
         peak = memory.peak_bytes if memory is not None else None
-        fact = StepFact(time.forward_ms, time.backward_ms, time.optimizer_ms, time.host_wall_ms, peak, idle_ms)
+        fact = StepFact(found.forward_ms, found.backward_ms, found.optimizer_ms, found.host_wall_ms, peak, idle_ms)
         self.facts.append(fact)
-        return time
+        return found
 
     def steps(self, count: int) -> list[StepTime]:
-        """In a row: nothing waits for the device until all were launched. All have the peak of the largest."""
-        self.job.zero_gradients()
-        before = start_memory_window(self.device)
+        """In a row, behind one that does not count: nothing waits for the device until all were launched."""
         clock, start, losses = new_clock(self.device), time.perf_counter(), []
         self._idle = None
         self._begin_step()
-        for _ in range(count):
+        for _ in range(1 + count):
             self.job.zero_gradients()
             losses.append(self.launch(clock))
         gaps = clock.gaps_ms()
-        wall_ms = (time.perf_counter() - start) * 1e3 / count
-        memory = end_memory_window(self.device, before)
-        peak = memory.peak_bytes if memory is not None else None
+        wall_ms = (time.perf_counter() - start) * 1e3 / len(losses)
         found = []
-        for at, loss in enumerate(losses):
-            forward, backward, optimizer = gaps[4 * at : 4 * at + 3]
-            found.append(StepTime(forward, backward, wall_ms, loss.item(), optimizer))
-            self.facts.append(StepFact(forward, backward, optimizer, wall_ms, peak, gaps[4 * at - 1] if at else None))
+        for at in range(1, 1 + count):
+            idle, forward, backward, optimizer = gaps[4 * at - 1 : 4 * at + 3]
+            found.append(StepTime(forward, backward, wall_ms, losses[at].item(), optimizer))
+            self.facts.append(StepFact(forward, backward, optimizer, wall_ms, idle_ms=idle))
         return found
 
 

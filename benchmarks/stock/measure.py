@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
+
 from benchmarks.measure import Measurement
 from benchmarks.measure_plan import PlanMeasurement
 from benchmarks.plans import PlanWatch, join_planning
 from benchmarks.quartiles import summarize
-from benchmarks.schema import Memory, PlanFacts, Result
+from benchmarks.schema import PlanFacts, Result
 from benchmarks.steps import measure_warmup
 from benchmarks.stock.apply import StockStepper
 from benchmarks.stock.estimates import segment_estimates
@@ -118,15 +120,13 @@ def _keep_first(result: Result, stepper: StockStepper) -> None:
 
 
 def _keep_timed(result: Result, stepper: StockStepper) -> None:
-    """The window of all timed steps has the counters of the last: their peak is the largest of their own."""
     run = _run_of(result)
     run.num_timed = result.num_timed_steps
     timed = stepper.facts[-run.num_timed :]
     result.optimizer_ms = summarize([fact.optimizer_ms for fact in timed])
-    peaks = [fact.peak_bytes for fact in timed if fact.peak_bytes is not None]
-    memory: Memory | None = result.memory
-    if memory is not None and peaks:
-        memory.peak_bytes = max(peaks)
+    run.row_ms = statistics.fmean(f.forward_ms + f.backward_ms + (f.idle_ms or 0.0) for f in timed)
+    for fact in timed:
+        fact.peak_bytes = None if result.memory is None else result.memory.peak_bytes
 
 
 def _keep_estimates(result: Result) -> None:

@@ -8,7 +8,8 @@ class StepFact:
     """One step, in the order in which they ran: forward, backward, AdamW, and the host's clock around all of them.
 
     ``peak_bytes``: above the bytes at the step's beginning, without gradients; None on a CPU. ``idle_ms``: before it,
-    since AdamW of the step before; None in the first.
+    since AdamW of the step before; None in the first, and in the first of a row. Steps in a row share the peak, and
+    ``wall_ms`` is their mean.
     """
 
     forward_ms: float
@@ -33,10 +34,12 @@ class SegmentEstimate:
 @dataclass
 class StockRun:
     """``plan_after_steps``: how many steps had run when the plan that is shown was made; None: there is none.
-    ``uncalibrated_peak_bytes``: of the last step before the plan was calibrated, and possibly changed."""
+    ``uncalibrated_peak_bytes``: of the last step before the plan was calibrated, and possibly changed. ``row_ms``: mean
+    of the timed steps, which ran in a row, without AdamW; None: they did not."""
 
     steps: list[StepFact] = field(default_factory=list)
     num_timed: int = 0
     plan_after_steps: int | None = None
     uncalibrated_peak_bytes: int | None = None
     segments: list[SegmentEstimate] = field(default_factory=list)
+    row_ms: float | None = None

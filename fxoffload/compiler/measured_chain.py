@@ -56,8 +56,8 @@ def as_compiled(
 
 def measured_calls(
     steps: Sequence[TrainingStep], graphs: Sequence[Hashable], ms: Times
-) -> dict[Hashable, TrainingStep]:
-    """The step of one call of each graph, from measurements of a chain.
+) -> dict[Hashable, tuple[TrainingStep, bool]]:
+    """The step of one call of each graph, from measurements of a chain; and whether all of it was measured.
 
     Calls of one graph run the same code: a segment takes its time from the median call. One that was measured in no
     call is as much longer than its estimate as the others of its phase are.
@@ -71,6 +71,7 @@ def measured_calls(
     for call, graph in enumerate(graphs):
         calls.setdefault(graph, []).append(call)
     times: dict[Hashable, dict[Phase, dict[str, float]]] = {graph: {} for graph in calls}
+    incomplete: set[Hashable] = set()
     for phase in PHASES:
         measured = ms.get(phase, {})
         estimates: dict[tuple[Hashable, str], float] = {}
@@ -86,4 +87,5 @@ def measured_calls(
         ratio = sum(found.values()) / estimated if estimated > 0 else 1.0
         for (graph, name), estimate in estimates.items():
             times[graph].setdefault(phase, {})[name] = found.get((graph, name), estimate * ratio)
-    return {graph: measured_step(steps[of[0]], times[graph]) for graph, of in calls.items()}
+        incomplete |= {graph for graph, name in estimates.keys() - found.keys()}
+    return {graph: (measured_step(steps[of[0]], times[graph]), graph not in incomplete) for graph, of in calls.items()}

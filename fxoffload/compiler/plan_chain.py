@@ -33,8 +33,8 @@ def plan_chain(
         sizes: of the calls, the largest that the plan is to serve; empty where none vary.
         meanwhile: is given a plan for the graphs as they are, which takes a fraction of the time to make. On a GPU
             steps that follow it are measured. If enough of them have run by the end of the search, the plan is
-            predicted from their times. The plan that is returned has its variants compiled then, where that disturbs no
-            step. None: no step runs until then.
+            predicted from the times of their calls that began without a wait. The plan that is returned has its
+            variants compiled then, where that disturbs no step. None: no step runs until then.
     """
     descriptions = [t.description for t in tracked_graphs if isinstance(t.description, GraphDescription)]
     if (

@@ -6,7 +6,8 @@ and every kernel launch lets go of it. A plan that computes takes it each time. 
 with the best switch interval, some us, and 17 with 20 us or more (CPU, 2026-11-28). The first steps of a sharded model
 took 0.7 to 2.2 s instead of 0.42 (two H200s). Most of the time the host waits for the device and needs no interpreter:
 that is when plans are made. They are there later, and most steps take at most 1.1x
-(``2026-11-28-2xh200-stock-fsdp``). In a loop that launches all the time, a plan has less than a tenth of it.
+(``archive/2026-11-28-2xh200-stock-fsdp-first``). In a loop that launches all the time, a plan has less than a tenth
+of it.
 
 A thread that plans is asked at each call and return of a function, by ``sys.setprofile``: nothing else stops Inductor
 in the middle of a compilation. If it has a profile function already, it does not stand still. From Python 3.12 on, code

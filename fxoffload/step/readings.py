@@ -88,8 +88,8 @@ class Readings:
         return {p: statistics.median(s.phase_ms for s in found) for p, found in self.samples.items() if found}
 
     def waits_ms(self) -> dict[Phase, dict[str, float]]:
-        """Milliseconds between the end of the segment before and the beginning of each: medians. Waits for copies,
-        mostly."""
+        """Milliseconds between the end of the segment before and the beginning of each: medians. A wait at the end of a
+        chain's call is before the gap that follows."""
         return {p: _medians(map(_waits, found)) for p, found in self.samples.items()}
 
     def typical(self) -> tuple[Sample, Sample] | None:

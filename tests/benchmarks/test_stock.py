@@ -6,6 +6,7 @@ import dataclasses
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,8 +19,10 @@ from benchmarks.budgets import peaks_of
 from benchmarks.cli import app
 from benchmarks.derived import derive
 from benchmarks.launch import run_variant
+from benchmarks.quartiles import summarize
 from benchmarks.schema import Memory, PlanFacts, Protocol, Record, Report, Request, Result, Summary, Variant, from_json
 from benchmarks.single import apply
+from benchmarks.stock import apply as apply_module
 from benchmarks.stock import measure
 from benchmarks.stock.apply import StockStepper
 from benchmarks.stock.claims import check_stock_claims
@@ -27,6 +30,7 @@ from benchmarks.stock.estimates import segment_estimates
 from benchmarks.stock.models import SHARDED, STOCK_CASES, WHOLE_CASES
 from benchmarks.stock.records import SegmentEstimate, StepFact, StockRun
 from benchmarks.stock.table import render_stock
+from benchmarks.truth import idle_before_steps_ms, slowest_step_ms
 from benchmarks.workloads import build_job
 
 CPU = torch.device("cpu")
@@ -66,7 +70,7 @@ def test_every_case_trains_with_adamw(name: str) -> None:
     assert all(t.loss == losses[0] for t in in_a_row) or case.name == "t5"
     assert [t.forward_ms > 0 and t.backward_ms > 0 for t in in_a_row] == [True] * 2
     assert [f.optimizer_ms > 0 and f.peak_bytes is None for f in stepper.facts] == [True] * 4
-    assert [f.idle_ms is None for f in stepper.facts] == [True, False, True, False]
+    assert [f.idle_ms is None for f in stepper.facts] == [True, False, False, False]
 
 
 def test_forms_are_what_they_say() -> None:
@@ -109,8 +113,8 @@ def test_a_rehearsal_writes_every_row(tmp_path: Path) -> None:
     refused = next(r for r in report.derived if "0.5*inductor" in r["variant"])
     assert refused["refused"] and refused["refused_rightly"] is None and refused["least_budget_named_bytes"] > 0
     stock = report.records[1].result.stock
-    assert stock is not None and stock.plan_after_steps == 1 and stock.num_timed == 5
-    assert len(stock.steps) == 10
+    assert stock is not None and stock.plan_after_steps == 1 and stock.num_timed == 10
+    assert len(stock.steps) == 15
     assert all(claim["held"] is None for claim in report.claims), "claims are of GPUs"
 
 
@@ -266,3 +270,40 @@ def test_two_ranks_train_layers_of_their_own() -> None:
         assert stock is not None and len(record.result.step_ms_by_rank) == 2
         if variant.kind == "auto":
             assert stock.plan_after_steps is not None and len(stock.steps) >= 11
+
+
+class ScriptedClock:
+    """Each mark is one millisecond further from the last than that one was."""
+
+    def __init__(self) -> None:
+        self._num_marks = 0
+
+    def mark(self) -> None:
+        self._num_marks += 1
+
+    def gaps_ms(self) -> list[float]:
+        return [float(n) for n in range(1, self._num_marks)]
+
+
+def test_steps_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Per step: between it and the one before, forward, backward, AdamW. The first does not count."""
+    monkeypatch.setattr(apply_module, "new_clock", lambda device: ScriptedClock())
+    stepper = StockStepper(mock.MagicMock(), mock.MagicMock(), CPU)
+    found = stepper.steps(2)
+    assert [(t.forward_ms, t.backward_ms, t.optimizer_ms) for t in found] == [(5.0, 6.0, 7.0), (9.0, 10.0, 11.0)]
+    assert [f.idle_ms for f in stepper.facts] == [4.0, 8.0]
+    result = Result(num_timed_steps=2, memory=Memory(0, 64, 0, 0, 0))
+    measure._keep_timed(result, stepper)
+    assert result.stock is not None and result.stock.row_ms == ((4 + 5 + 6) + (8 + 9 + 10)) / 2
+    assert [f.peak_bytes for f in stepper.facts] == [64, 64]
+    result.step_ms = summarize([t.step_ms for t in found])
+    assert slowest_step_ms(result) == result.stock.row_ms
+
+
+def test_a_calibrated_plan_is_compared_with_steps_that_followed_it() -> None:
+    """Before, variants compile, and the host is late."""
+    steps = [StepFact(1.0, 1.0, 1.0, 3.0, idle_ms=idle) for idle in (None, 3.0, 2.0, *[50.0] * 20, *[7.0] * 8, 90.0)]
+    plan = PlanFacts(1, 3, "", {}, {}, 0, calibrated_after_steps=len(steps) - 1)
+    result = Result(plan=plan, stock=StockRun(steps))
+    assert idle_before_steps_ms(result, "predicted") == 2.0
+    assert idle_before_steps_ms(result, "calibrated") == 7.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -16,6 +17,7 @@ import fxoffload
 from fxoffload.compiler import first_steps, plan_chain
 from fxoffload.compiler.chain_planning import ChainPlanning
 from fxoffload.compiler.first_steps import FirstSteps, first_steps_of, measured_descriptions
+from fxoffload.compiler.first_steps import in_measured_time as in_time_of
 from fxoffload.compiler.measured_chain import as_compiled, measured_calls
 from fxoffload.compiler.recalibrate_chain import ChainRecalibration
 from fxoffload.planner.as_measured import measured_step
@@ -144,20 +146,21 @@ def test_which_steps_are_measured(
     assert (first_steps_of(asked) is not None) is is_measured
 
 
-def phase_of(calls: list[tuple[float, float]], backward: bool = False) -> Sample:
-    """Per call, in the order in which they run: how long it waits, and how long its segment takes then. A gap of 1 ms
-    is before each."""
+def phase_of(calls: list[tuple[float, float, float]], backward: bool = False) -> Sample:
+    """Per call, in the order in which they run: how long it waits at its beginning and at its end, and how long its
+    segment takes. A gap of 1 ms is before each."""
     at, found = 0.0, Sample(0.0)
-    for n, (waits, ms) in enumerate(calls):
+    for n, (waits, ms, ends) in enumerate(calls):
         call = len(calls) - 1 - n if backward else n
         gap = entry_of("backward" if backward else "forward", call)
         found.begin_ms[gap], found.segment_ms[gap] = at, 1.0
         name = segment_of(call, "b0" if backward else "f")
         found.begin_ms[name], found.segment_ms[name] = at + 1.0 + waits, ms
-        at += 1.0 + waits + ms
+        at += 1.0 + waits + ms + ends
     return found
 
 
+@pytest.mark.parametrize("at_end", [0.0, 9.0])  # FSDP2 has gathered the next parameters by then
 @pytest.mark.parametrize(
     ("waits", "forward_ms", "backward_ms"),
     [
@@ -166,19 +169,47 @@ def phase_of(calls: list[tuple[float, float]], backward: bool = False) -> Sample
         ((9.0,) * CALLS, None, None),
     ],
 )
-def test_calls_that_wait_for_copies_are_not_counted(
-    waits: tuple[float, ...], forward_ms: float | None, backward_ms: float | None
+def test_calls_that_begin_with_a_wait_are_not_counted(
+    waits: tuple[float, ...], forward_ms: float | None, backward_ms: float | None, at_end: float
 ) -> None:
     found = planning(SEEN)
-    forward = phase_of(list(zip(waits, (10.0, 12.0, 12.0, 14.0), strict=True)))
-    backward = phase_of(list(zip(waits, (20.0, 22.0, 22.0, 24.0), strict=True)), backward=True)
-    measured = measured_descriptions(found, Readings({"forward": [forward], "backward": [backward]}))
+    forward = phase_of(list(zip(waits, (10.0, 12.0, 12.0, 14.0), [at_end] * CALLS, strict=True)))
+    backward = phase_of(list(zip(waits, (20.0, 22.0, 22.0, 24.0), [at_end] * CALLS, strict=True)), backward=True)
+    readings = Readings({"forward": [forward], "backward": [backward]})
+    measured = measured_descriptions(found, readings)
     if forward_ms is None:
         assert measured is None
+        schedule = found.run()
+        assert in_time_of(found, readings, schedule) is schedule and not found.is_measured
         return
     assert measured is not None and len(measured) == CALLS
     assert {s.ms for d in measured for s in d.step.forward} == {forward_ms}
-    assert measured[0].step.backward[0].ms == backward_ms
+    assert measured[0].step.backward[0].ms == backward_ms and measured[0].basis == "steps"
+
+
+@pytest.mark.parametrize("waits", [0.0, 9.0])
+def test_a_call_that_waits_in_its_middle_is_not_counted(waits: float) -> None:
+    forward, backward = (phase_of([(0.0, 10.0, 0.0)] * CALLS, backward=back) for back in (False, True))
+    first, second = segment_of(0, "b0"), segment_of(0, "b1")  # of the call that runs last
+    backward.begin_ms[second] = backward.begin_ms[first] + backward.segment_ms[first] + waits
+    backward.segment_ms[second] = 5.0
+    counted = first_steps._without_waits(Readings({"forward": [forward], "backward": [backward]}))
+    assert (first in counted["backward"]) is (second in counted["backward"]) is (waits == 0.0)
+    assert segment_of(0, "f") in counted["forward"] and segment_of(1, "b0") in counted["backward"]
+
+
+def test_a_graph_that_was_in_no_counted_call_keeps_its_basis() -> None:
+    other = replace(planning(SEEN).descriptions[0], step=layer(ms=8.0))
+    found = planning(SEEN)
+    found.descriptions = [found.descriptions[0], *[other] * (CALLS - 1)]
+    found.compiled = found._chain_search(found.descriptions, SEEN.edge_memory, [frozenset()] * CALLS).as_compiled()
+    forward = phase_of([(0.0, 10.0, 0.0), *[(9.0, 10.0, 0.0)] * (CALLS - 1)])
+    backward = phase_of([*[(9.0, 10.0, 0.0)] * (CALLS - 1), (0.0, 10.0, 0.0)], backward=True)
+    measured = measured_descriptions(found, Readings({"forward": [forward], "backward": [backward]}))
+    assert measured is not None
+    assert [d.basis for d in measured] == ["steps", *[other.basis] * (CALLS - 1)]
+    ratio = 10.0 / found.descriptions[0].step.forward[0].ms
+    assert measured[1].step.forward[0].ms == pytest.approx(8.0 * ratio)
 
 
 def test_calls_of_one_graph_take_what_the_median_took() -> None:
@@ -189,7 +220,8 @@ def test_calls_of_one_graph_take_what_the_median_took() -> None:
     }
     found = measured_calls([plain, plain, plain, again], ["plain"] * 3 + ["again"], ms)
     assert list(found) == ["plain", "again"]
-    first, second = found.values()
+    (first, is_all), (second, is_all_of_second) = found.values()
+    assert (is_all, is_all_of_second) == (False, True)
     # The second half's backward was not measured: it takes as much longer as the rest.
     ratio = (2.0 + 8.0) / (plain.backward[0].ms + again.backward[0].ms)
     assert [s.ms for s in (*first.forward, *first.backward)] == [7.0, 2.0, pytest.approx(ratio * plain.backward[1].ms)]

@@ -368,7 +368,9 @@ def test_a_mistake_leaves_the_plan_as_it_is(
     measure_with: Callable[[Meter], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measure_with(Told())
-    monkeypatch.setattr(measured_costs, "measure_segments", lambda *args: (_ for _ in ()).throw(TypeError("on purpose")))
+    monkeypatch.setattr(
+        measured_costs, "measure_segments", lambda *args: (_ for _ in ()).throw(TypeError("on purpose"))
+    )
     assert step(tower()).basis == "operators"
     assert fxoffload.stats().costs_estimated == {measuring.FAILED: 1}
 
