@@ -17,7 +17,7 @@ GIB = 1 << 30
 
 
 def render_stock(report: Report) -> str:
-    """Markdown. Times are without AdamW; ``+ AdamW`` is what it adds."""
+    """Markdown. Times are without AdamW, whose own time is the column ``+ AdamW``."""
     derived = {(row["case"], row["variant"]): row for row in report.derived}
     parts: list[str] = []
     for case in dict.fromkeys(record.case for record in report.records):
