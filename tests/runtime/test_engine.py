@@ -860,3 +860,15 @@ def test_a_target_that_cannot_be_had_leaves_nothing_that_passes_for_reloaded(
     engine.release(0)
     bench.request(other)
     assert bench.take(other.in_need_order()) == [7, 6]
+
+
+def test_a_view_into_a_storage_comes_back_as_it_was() -> None:
+    """Its bytes alone are copied, which begin somewhere in the storage."""
+    bench, storage = Bench(), torch.arange(400.0)
+    views = [storage[310:330].view(4, 5).t(), storage[312:320:2]]
+    (transfer,) = bench.engine.offload([views], bench.budgets, reclaimable=False)
+    assert transfer is not None and 20 * 4 <= transfer.nbytes < 60 * 4
+    (buffer,) = bench.engine.take([transfer])
+    for view, expected in zip(transfer.views, views, strict=True):
+        found = view.on(buffer)
+        assert torch.equal(found, expected) and found.stride() == expected.stride()

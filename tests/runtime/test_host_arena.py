@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from fxoffload.runtime.host_memory import arena as host_arena
 from fxoffload.runtime.host_memory.arena import ALIGNMENT, Fence, HeapMemory, HostArena, HostBlock, address_space_bytes
+from fxoffload.runtime.host_memory.free_list import younger
 from tests.marks import examples
 
 MIB = 1 << 20
@@ -393,3 +394,20 @@ def largest_gap(blocks: list[HostBlock], limit: int) -> int:
 def test_addresses() -> None:
     assert address_space_bytes(1 << 30) == 1 << 40
     assert address_space_bytes(1 << 41) == 1 << 41
+
+
+def test_of_a_fence_and_none_the_fence_stays() -> None:
+    old, new = Fence(1, "old"), Fence(2, "new")
+    assert younger(None, None) is None
+    assert younger(old, None) is old and younger(None, old) is old
+    assert younger(old, new) is new and younger(new, old) is new
+
+
+def test_bytes_from_before_a_release_cannot_be_had() -> None:
+    arena = HostArena(Recorder(), LARGE)
+    before = take(arena, MIB)
+    assert arena.has(before)
+    arena.free(before, None)
+    arena.release()
+    assert not arena.has(before)
+    assert arena.has(take(arena, MIB))

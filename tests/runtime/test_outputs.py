@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from fxoffload.runtime.tracker.outputs import Outputs
+from fxoffload.runtime.tracker.outputs import Outputs, Zeros
+
+SHAPES: list[tuple[int, tuple[int, ...]]] = [(0, ()), (1, (4,)), (2, (5,))]
 
 
 def test_held_and_let_go_of_by_bytes() -> None:
@@ -43,3 +45,18 @@ def test_several_forwards_before_a_backward_say_nothing() -> None:
     outputs.backward_ended()
     outputs.backward_ended()
     assert outputs.are_held is None
+
+
+def test_gradients_are_told_by_bytes_from_zeros_that_were_made() -> None:
+    outputs = Outputs()
+    outputs.zeros = [Zeros(i, shape, (1,) * len(shape), torch.float32, torch.device("cpu")) for i, shape in SHAPES]
+    for given, expected in (((0,), None), ((1,), False), ((2,), True), ((1, 2), True), ((), False)):
+        outputs.have_gradients = None
+        args = [torch.ones(shape) if i in given else None for i, shape in SHAPES]
+        if expected is None:  # a loss alone
+            outputs.zeros, every = outputs.zeros[:1], outputs.zeros
+        outputs.backward_begins(args)
+        assert outputs.have_gradients is expected, given
+        assert all(bool(a.any()) is (i in given) for i, a in enumerate(args) if a is not None)
+        if expected is None:
+            outputs.zeros = every
