@@ -237,6 +237,21 @@ def test_outputs_of_the_step_before_are_carried() -> None:
     assert history.carried_bytes(Memory(0, 0), turn_end) is None
 
 
+def test_what_is_freed_at_once_is_carried_too() -> None:
+    allocator = Allocator()
+    logits = allocator.allocate(5000)
+    history = allocator.history()
+    turn_begin = allocator.read()
+    allocator.free(5000, address=logits)
+    turn_end = allocator.read()
+    allocator.allocate(5000)
+    last = allocator.read()
+    history.end()
+    assert history.carried_bytes(turn_begin, last) == 5120
+    assert history.carried_bytes(turn_begin, turn_end) == 0, "nothing stays in its place"
+    assert history.carried_bytes(turn_end, last) == 0
+
+
 def test_without_addresses_nothing_is_known_to_be_carried() -> None:
     allocator = Allocator()
     history = allocator.history()

@@ -18,7 +18,7 @@ def saved(*values: int) -> Group:
     """A group of one byte for each value."""
     group = Group()
     for rank in values:
-        group.add(rank, Transfer(1, HostBlock(Span(0, 0, None)), (), reclaimable=True))
+        group.add(rank, Transfer(1, HostBlock(Span(0, 0, None), "an arena"), (), reclaimable=True))
     return group
 
 

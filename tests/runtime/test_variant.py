@@ -8,6 +8,7 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -567,3 +568,12 @@ def test_a_call_waits_for_its_backward_as_long_as_its_token_lives() -> None:
     assert [c.waits() for c in step.pending] == [True] * 3
     del loss
     assert [c.waits() for c in step.pending] == [False] * 3
+
+
+def test_arguments_are_given_away() -> None:
+    """They die with the forward that reads them."""
+    layout: Any = SimpleNamespace(inputs=(2, 0))
+    program: Any = None
+    args: list[Any] = ["first", "second", "third"]
+    assert Variant(program, program, (), layout).arguments_of_forward(args) == ["third", "first"]
+    assert args == []

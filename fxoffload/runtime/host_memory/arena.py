@@ -102,7 +102,7 @@ class HostBlock:
 
     __slots__ = ("__weakref__", "home", "span")
 
-    def __init__(self, span: Span, home: object = None) -> None:
+    def __init__(self, span: Span, home: object) -> None:
         self.span = span
         self.home = home
 
@@ -299,7 +299,7 @@ class HostArena:
 
     def has(self, block: HostBlock) -> bool:
         """Whether the bytes of ``block`` can be had here: not those from before a fork or a release."""
-        return self._range is not None and (block.home is None or self.owns(block))
+        return self._range is not None and self.owns(block)
 
     def reserve(self, nbytes: int, limit_bytes: int) -> None:
         """Grow to at least ``nbytes`` in the background, at most to ``limit_bytes``. Returns at once."""
