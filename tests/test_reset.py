@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import fxoffload
-from fxoffload.compiler import session
+from fxoffload.compiler import step_member
 from fxoffload.compiler.plan_chain import plan_chain
 from fxoffload.reset import reset as forget
 from fxoffload.runtime import background
@@ -204,7 +204,7 @@ def test_a_plan_in_the_making_says_nothing_after_a_reset() -> None:
     with (
         warnings.catch_warnings(record=True) as seen,
         mock.patch.object(calls, "_in_background", True),
-        mock.patch.object(session, "plan_chain", plan),
+        mock.patch.object(step_member, "plan_chain", plan),
     ):
         warnings.simplefilter("always")
         for _ in range(3):

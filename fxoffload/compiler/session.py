@@ -7,7 +7,6 @@ the backward graph. The session carries state from one to the next.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import logging
 from collections.abc import Callable, Sequence
@@ -47,7 +46,6 @@ from fxoffload.compiler.measured_costs import MeasuredCosts
 from fxoffload.compiler.partitioning import Partition, PartitionSettings, copy_graph
 from fxoffload.compiler.pipeline import BackwardState, ForwardState
 from fxoffload.compiler.plain import compile_plain
-from fxoffload.compiler.plan_chain import plan_chain
 from fxoffload.compiler.planning import (
     FEW_POINTS,
     TUNING_BYTES,
@@ -62,6 +60,7 @@ from fxoffload.compiler.replan import Replan
 from fxoffload.compiler.returned import returned_by
 from fxoffload.compiler.schedule_by_size import ScheduleBySize, SizedPlan
 from fxoffload.compiler.size_variants import Range, plan_for_sizes
+from fxoffload.compiler.step_member import StepMember
 from fxoffload.compiler.tangents import zeros_of
 from fxoffload.compiler.variant_maker import Compiled, Source, VariantMaker, variant_maker_for
 from fxoffload.counters import counters
@@ -420,16 +419,14 @@ class CompileSession:
         own = self._plan_box
         if forward is None or tracked is None:
             return
-        is_promised = tracked.has_budget = self._objective.budget_bytes is not None
+        budget = self._objective.budget_bytes
+        tracked.has_budget = budget is not None
+        member = StepMember(forward.graph, tracked, budget, own, self._own_budget or 0)
         reason = self.why_not_in_chain()
         if own is not None and self._sized is not None:
             reason = reason or "its sizes vary from call to call"
-        if reason and own is not None:
-            if is_promised:
-                tracked.own_plan = OwnPlan(own.plan.predicted.peak_bytes, self._own_budget or 0, reason)
-            return
         if reason:
-            told.no_common_plan(self._objective.budget_bytes, reason)
+            member.stay_out(reason)
             return
         variant_maker = self.variant_maker_of(Compiled(forward.graph, forward.state, backward, forward.kwargs, kwargs))
         if (
@@ -448,42 +445,14 @@ class CompileSession:
                 self.rates(),
                 variant_maker,
             )
-            if found is not None:
-                others = {name: form.description(forward.state, backward) for name, form in self._others.items()}
-                recomputed = () if own is None else recomputed_by(own.plan)
-                found = replace(found[0], **others, recomputed=recomputed), found[1]
+            others = {name: form.description(forward.state, backward) for name, form in self._others.items()}
         except Exception as error:
-            level = logging.INFO if own is not None and not is_promised else logging.WARNING  # it keeps its own plan
-            log.log(level, "a graph runs without a part in a plan over several graphs: %s", in_brief(error))
-            if is_promised and own is not None:
-                tracked.own_plan = OwnPlan(own.plan.predicted.peak_bytes, self._own_budget or 0, str(error))
-            elif own is None:
-                told.no_common_plan(self._objective.budget_bytes, str(error))
+            member.fail(error)
             return
         if found is not None:
-            found = (self._with_measured_segments(found[0], backward), found[1])
-            tracked.sizes = None if found[0].sized is None else found[0].sized.sizes
-
-            budget = self._objective.budget_bytes
-            is_checkpointed = found[0].is_checkpointed
-
-            def join() -> None:
-                tracked.description, tracked.edges, tracked.control = found[0], found[1], None
-                tracked.planner = plan_chain
-                tracked.may_follow, tracked.may_keep = forward.graph.may_follow, forward.graph.may_keep
-                if budget is not None:
-                    tracked.gives_up = functools.partial(told.irregular_steps, budget)
-                elif is_checkpointed and own is None:
-                    tracked.gives_up = told.checkpointing_stays
-
-            if own is not None:
-                tracked.edges = found[1]
-                tracked.own_plan = OwnPlan(own.plan.predicted.peak_bytes, self._own_budget or 0, join)
-                return
-            join()
-            # Until a plan is there: the least that offloading takes, so that the first steps fit too if they can. It is
-            # also what says how much of the device is not the graphs': nothing is under way when a call begins.
-            tracked.at_first = Choice(forward.graph.actions["auto"], no_windows(tracked.description.step))
+            recomputed = () if own is None else recomputed_by(own.plan)
+            description = replace(found[0], **others, recomputed=recomputed)
+            member.join(self._with_measured_segments(description, backward), found[1])
 
     def _with_measured_segments(self, description: GraphDescription, backward: BackwardState) -> GraphDescription:
         """``description`` with times and peaks of its segments on made-up inputs, where its sizes are fixed."""

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import fxoffload
 from fxoffload.analysis.labels import STORAGE_KEY
 from fxoffload.compiled_graph import CompiledGraph
-from fxoffload.compiler import chain_planning, plan_chain, session
+from fxoffload.compiler import chain_planning, plan_chain, step_member
 from fxoffload.compiler.variant_maker import VariantMaker
 from fxoffload.planner import pacing
 from fxoffload.planner.chain import Chain
@@ -678,7 +678,7 @@ def test_a_plan_made_on_a_thread_of_its_own_is_followed_from_a_later_step_on() -
         return plan_chain.plan_chain(*args)
 
     calls = engine_for(CPU).calls
-    with mock.patch.object(calls, "_in_background", True), mock.patch.object(session, "plan_chain", planner):
+    with mock.patch.object(calls, "_in_background", True), mock.patch.object(step_member, "plan_chain", planner):
         run = recorded(MODELS["stack"], activation_budget="1GiB")
         everything = moved_by(run)
         assert everything > 0

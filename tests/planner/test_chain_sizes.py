@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import fxoffload
-from fxoffload.compiler import plan_chain, session
+from fxoffload.compiler import plan_chain, step_member
 from fxoffload.runtime.engine import engine_for
 from fxoffload.runtime.host_memory import arena as host_arena
 from fxoffload.runtime.tracker import chains
@@ -244,7 +244,7 @@ def test_while_a_plan_is_made_a_larger_one_is_followed() -> None:
     budget = in_between()
     plain = Plain(varying(policy="keep_all"))
     steps = engine_for(CPU).calls
-    with mock.patch.object(steps, "_in_background", True), mock.patch.object(session, "plan_chain", planner):
+    with mock.patch.object(steps, "_in_background", True), mock.patch.object(step_member, "plan_chain", planner):
         run = varying(activation_budget=budget)
         everything = moved_at(run, plain, (LONG, SHORT, LONG, SHORT, LONG))
         assert everything[0] == everything[2] == everything[4] > 0

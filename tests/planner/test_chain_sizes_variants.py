@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxoffload
-from fxoffload.compiler import plan_chain, session
+from fxoffload.compiler import plan_chain, step_member
 from fxoffload.compiler import variant_maker as variant_maker
 from fxoffload.compiler.segments import SegmentCompiler
 from fxoffload.compiler.variant_maker import MOST_VARIANTS, VariantMaker
@@ -310,7 +310,7 @@ def test_plans_made_behind_running_steps() -> None:
     run, plain = varying(activation_budget=budget()), varying(policy="keep_all")
     with (
         mock.patch.object(steps, "_in_background", True),
-        mock.patch.object(session, "plan_chain", plan_chain.plan_chain),
+        mock.patch.object(step_member, "plan_chain", plan_chain.plan_chain),
     ):
         for length in (LONG, LONG, LONG, MIDDLE, LONG, LONGER, SHORT, LONGER, LONG, MIDDLE, SHORT):
             check(run, plain, (length,))
