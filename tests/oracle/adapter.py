@@ -16,7 +16,7 @@ import torch
 
 import fxoffload
 from fxoffload import BudgetError, Plan
-from fxoffload.compiler import chain_planning, plan_ahead, plan_chain, planning, session
+from fxoffload.compiler import chain_planning, measured_costs, plan_ahead, plan_chain, planning, session
 from fxoffload.compiler.measuring import Allowance
 from fxoffload.compiler.recalibrate_chain import ChainRecalibration
 from fxoffload.compiler.recalibrate_graph import GraphRecalibration
@@ -202,8 +202,8 @@ def measured_before(cache: str, *, op_ms: float, segment_ms: float, peak_bytes: 
     op_times._known.clear()
     with (
         mock.patch.dict("os.environ", environment),
-        mock.patch.object(session, "meter_for", lambda device: _Meter(op_ms, segment_ms, peak_bytes)),
-        mock.patch.object(session, "allowance_of_step", lambda: Allowance(1e9)),
+        mock.patch.object(measured_costs, "meter_for", lambda device: _Meter(op_ms, segment_ms, peak_bytes)),
+        mock.patch.object(measured_costs, "allowance_of_step", lambda: Allowance(1e9)),
     ):
         yield
     op_times._known.clear()
