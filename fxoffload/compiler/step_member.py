@@ -52,9 +52,9 @@ class StepMember:
 
     def fail(self, error: Exception) -> None:
         """It could not be described."""
-        keeps_promise = self.own is not None and self.budget_bytes is None
+        is_no_loss = self.own is not None and self.budget_bytes is None
         log.log(
-            logging.INFO if keeps_promise else logging.WARNING,
+            logging.INFO if is_no_loss else logging.WARNING,
             "a graph runs without a part in a plan over several graphs: %s",
             in_brief(error),
         )

@@ -1,4 +1,4 @@
-"""What is known of chains of calls: of data, no graph is compiled."""
+"""Chains of calls, their sizes and their records: on data, no graph is compiled."""
 
 from __future__ import annotations
 
