@@ -20,10 +20,10 @@ from fxoffload.step.segment_names import call_of, lies_between
 
 log = logging.getLogger(__name__)
 
-# A call counts if it begins with no wait longer than this part of its time: collectives that run
-# during the wait slow no kernel down. Under a budget FSDP2's first backwards find their values on the device, and its forwards
-# wait at their end, when the next layer's parameters are there. With those the plan's time was 2.8 % too short, with
-# segments that ran alone 8 to 14 % (two H200s, 2026-11-28).
+# A call counts if it begins with no wait longer than this part of its time: collectives that run during the wait slow
+# no kernel down. Under a budget FSDP2's first backwards find their values on the device, and its forwards wait at their
+# end, when the next layer's parameters are there. With those the plan's time was 2.8 % too short, with segments that
+# ran alone 8 to 14 % (two H200s, 2026-11-28).
 _WAITING = 0.05
 # The device may notice a late host at each call.
 _HOST_MS = 0.3
