@@ -27,6 +27,10 @@ KINDS = ("eager", "inductor", "checkpoint", "keep_all", "offload_all", "auto", "
 _HOST_AHEAD_CYCLES = 20_000_000  # some 10 ms
 
 
+# Steps in a row before those that count: host memory that no step needs any more goes in the first ones.
+_UNCOUNTED = 8
+
+
 class StockStepper(Stepper):
     """Writes down every step. Timed steps follow one another, as in a training loop. The others begin with an idle
     device and new counters of the allocator's peak."""
@@ -57,17 +61,17 @@ class StockStepper(Stepper):
         return found
 
     def steps(self, count: int) -> list[StepTime]:
-        """In a row, behind one that does not count: nothing waits for the device until all were launched."""
+        """In a row, behind some that do not count: nothing waits for the device until all were launched."""
         clock, start, losses = new_clock(self.device), time.perf_counter(), []
         self._idle = None
         self._begin_step()
-        for _ in range(1 + count):
+        for _ in range(_UNCOUNTED + count):
             self.job.zero_gradients()
             losses.append(self.launch(clock))
         gaps = clock.gaps_ms()
         wall_ms = (time.perf_counter() - start) * 1e3 / len(losses)
         found = []
-        for at in range(1, 1 + count):
+        for at in range(_UNCOUNTED, _UNCOUNTED + count):
             idle, forward, backward, optimizer = gaps[4 * at - 1 : 4 * at + 3]
             found.append(StepTime(forward, backward, wall_ms, losses[at].item(), optimizer))
             self.facts.append(StepFact(forward, backward, optimizer, wall_ms, idle_ms=idle))

@@ -40,7 +40,6 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
@@ -527,18 +526,11 @@ class CopyEngine:
             return True
         return not on_gpu(self.device, torch.cuda.is_current_stream_capturing)
 
-    def trim_host_memory(self, keep_bytes: int) -> int:
+    def trim_host_memory(self, keep_bytes: int, limit_s: float) -> int:
         """See ``HostMemory``."""
-        began = time.perf_counter()
-        given = self.arena.trim(max(keep_bytes, self._asked_bytes), self.streams.wait_for_copies)
+        given = self.arena.trim(max(keep_bytes, self._asked_bytes), self.streams.wait_for_copies, limit_s)
         if given:
             counters.add("bytes_host_trimmed", given)
-            log.info(
-                "gave %.2f GiB of host memory back, which only the first steps needed, and kept %.2f GiB (%.0f ms)",
-                given / 2**30,
-                self.arena.reserved_bytes / 2**30,
-                1e3 * (time.perf_counter() - began),
-            )
         return given
 
 

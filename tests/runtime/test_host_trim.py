@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import threading
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from fxoffload.runtime.engine import CopyEngine
 from fxoffload.runtime.host_memory import address_range as host_range
 from fxoffload.runtime.host_memory import arena as host_arena
 from fxoffload.runtime.host_memory import chunk_threads
+from fxoffload.runtime.host_memory import trim as host_trim
 from fxoffload.runtime.host_memory.arena import Fence, HostArena, HostBlock
 from fxoffload.runtime.host_memory.ledger import Booking, Ledger
 from fxoffload.runtime.host_memory.trim import STEADY_STEPS, HostTrim
@@ -164,6 +167,23 @@ def test_it_waits_for_copies_when_nobody_can_start_one_any_more(tmp_path: Path) 
     ((large, small, given),) = seen
     assert large is None and small is not None and small.offset == 0
     assert given == []
+
+
+def test_a_limit_lets_one_chunk_go_at_least(tmp_path: Path) -> None:
+    """The rest can be taken meanwhile, and goes later."""
+    arena, driver, ledger = make(tmp_path, 8 * MIB)
+    assert arena.trim(2 * MIB, nothing, limit_s=0.0) == CHUNK
+    assert driver.given_back() == [3]
+    block = take(arena, 6 * MIB)
+    assert (block.offset, arena.reserved_bytes) == (0, 6 * MIB)
+    arena.free(block, None)
+    assert arena.trim(2 * MIB, nothing, limit_s=60.0) == 4 * MIB
+    assert arena.reserved_bytes == 2 * MIB == ledger.booked_bytes()
+
+
+def test_the_wait_for_copies_counts(tmp_path: Path) -> None:
+    arena, _, _ = make(tmp_path, 8 * MIB)
+    assert arena.trim(2 * MIB, lambda: time.sleep(0.02), limit_s=0.01) == CHUNK
 
 
 def test_an_error_of_the_device_leaves_all_as_it_was(tmp_path: Path) -> None:
@@ -430,6 +450,14 @@ def test_the_highest_block_since_the_mark(tmp_path: Path) -> None:
 # -- when it is done ---------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time of now, in seconds."""
+    now = [100.0]
+    monkeypatch.setattr(host_trim, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    return now
+
+
 class Plan:
     """Something that steps follow."""
 
@@ -441,6 +469,8 @@ class Memory:
     needed: int = 0
     is_capturing: bool = False
     kept: list[int] = field(default_factory=list)
+    limits_s: list[float] = field(default_factory=list)
+    chunks: int = 0  # one goes at a time
     num_marks: int = 0
     fails: bool = False
 
@@ -454,11 +484,13 @@ class Memory:
     def may_trim(self) -> bool:
         return not self.is_capturing
 
-    def trim_host_memory(self, keep_bytes: int) -> int:
+    def trim_host_memory(self, keep_bytes: int, limit_s: float) -> int:
         if self.fails:
             raise RuntimeError("on purpose")
         self.kept.append(keep_bytes)
-        return 1
+        self.limits_s.append(limit_s)
+        self.chunks -= 1
+        return CHUNK if self.chunks >= 0 else 0
 
 
 class Steps:
@@ -486,6 +518,44 @@ def test_once_when_a_plan_has_settled() -> None:
     steps.trim.interrupted()
     steps.follow(plan, 20, 50)
     assert (steps.memory.kept, steps.memory.num_marks) == ([30], 1)
+
+
+def test_some_between_every_two_steps(clock: list[float], caplog: pytest.LogCaptureFixture) -> None:
+    """A quarter of the shortest step's time each; the steps that wait are longer. Said once."""
+    caplog.set_level(logging.INFO, "fxoffload")
+    steps, plan = Steps(), Plan()
+    steps.memory.chunks = 2
+    for seconds in (0.0, 0.5, 0.4, 0.6, 0.5, 0.7, 0.7, 0.7):
+        clock[0] += seconds
+        steps.follow(plan, 1, 30)
+    assert steps.memory.kept == [30, 30, 30]
+    assert steps.memory.limits_s == pytest.approx([0.1, 0.1, 0.1])
+    (said,) = [r.getMessage() for r in caplog.records]
+    assert said.startswith("gave 0.00 GiB of host memory back, which only the first steps needed, and kept 0.00 GiB")
+
+
+def test_time_between_steps_of_plans_is_not_a_step(clock: list[float]) -> None:
+    steps, plan = Steps(), Plan()
+    for seconds in (0.0, *[1.0] * STEADY_STEPS):
+        clock[0] += 0.01
+        steps.trim.interrupted()
+        clock[0] += seconds
+        steps.follow(plan, 1, 30)
+    for _ in range(STEADY_STEPS + 1):
+        clock[0] += 2.0
+        steps.follow(plan, 1, 30)
+    assert steps.memory.limits_s == pytest.approx([0.5])
+
+
+def test_what_is_left_goes_when_steps_follow_the_plan_again() -> None:
+    steps, plan = Steps(), Plan()
+    steps.memory.chunks = 2
+    steps.follow(plan, STEADY_STEPS + 1, 30)
+    steps.trim.interrupted()
+    steps.follow(plan, STEADY_STEPS, 30)
+    assert len(steps.memory.kept) == 1
+    steps.follow(plan, 9, 30)
+    assert len(steps.memory.kept) == 3
 
 
 def test_the_step_in_front_of_the_mark_does_not_count() -> None:

@@ -48,6 +48,7 @@ import bisect
 import contextlib
 import ctypes
 import logging
+import math
 import mmap
 import os
 import threading
@@ -480,21 +481,25 @@ class HostArena:
         self._booking.release()
         self._given_up = None  # unmapped with the last view of it
 
-    def trim(self, keep_bytes: int, wait_for_copies: Callable[[], None]) -> int:
+    def trim(self, keep_bytes: int, wait_for_copies: Callable[[], None], limit_s: float = math.inf) -> int:
         """Give back the free chunks at the end of the range that lie above ``keep_bytes``; see [Note: Trim]. Returns
         the bytes given back; nothing is while the arena grows, and no more once it has to.
 
         Args:
             keep_bytes: bytes that stay, counted from the start of the range.
             wait_for_copies: returns when all copies that were started before are done.
+            limit_s: seconds after which no further chunk goes, counted from here. One always does.
         """
         try:
+            end_s = time.perf_counter() + limit_s
             cut = self._cut_tail(keep_bytes)
             given = 0
             if cut is not None:
                 wait_for_copies()
                 while nbytes := self._try_give_back_last(cut):
                     given += nbytes
+                    if time.perf_counter() >= end_s:
+                        break
                 self._leave_trim()
             return given
         except BaseException:

@@ -10,15 +10,19 @@ that was pinned for graphs that are in no such plan (a model that is one graph).
 steps of an actor and of a critic take turns. Memory that is pinned later (for a longer evaluation, say) stays. Where
 sizes vary from call to call nothing goes: the next batch may be as long as the longest one.
 
-The thread that begins the second step trims, between two steps. The driver lets everything on the device end before it
-gives the first chunk up, whichever thread asks for it, and takes 2.1 ms for each of 128 MiB after that. Rejected: a
-thread of its own, which rested between chunks. It let 48 steps of 65 ms wait 2 ms each for 6 GiB. At once, one step
-waits 0.1 s (H200, 2026-11-22, a script that was not kept; see ``benchmarks run pinning --variants give_back``).
+The thread that begins the next step trims, between two steps, for no longer than a part of a step. What is left goes
+after the next ones. The driver lets everything on the device end before it gives the first chunk up, whichever thread
+asks for it, and takes 2.1 ms for each of 128 MiB after that. At once, one step of FSDP2 took 0.80 s, and the others
+0.43: 9.6 GiB went, on each of two ranks (two H200s, 2026-11-28). Rejected: a thread of its own, which rested between
+chunks. It let 48 steps of 65 ms wait 2 ms each for 6 GiB (H200, 2026-11-22, a script that was not kept; see
+``benchmarks run pinning --variants give_back``).
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import time
 import weakref
 from collections.abc import Callable, Hashable
 from typing import Protocol
@@ -27,6 +31,9 @@ log = logging.getLogger(__name__)
 
 # Whole steps in a row, after one that did the same, that show the need of a plan.
 STEADY_STEPS = 4
+
+# What may go between two steps, as a part of the time of the shortest step.
+STEP_SHARE = 0.25
 
 
 class HostMemory(Protocol):
@@ -44,8 +51,8 @@ class HostMemory(Protocol):
         """Whether a trim can begin now."""
         ...
 
-    def trim_host_memory(self, keep_bytes: int) -> int:
-        """Give back free memory above ``keep_bytes``. Returns bytes."""
+    def trim_host_memory(self, keep_bytes: int, limit_s: float) -> int:
+        """Give back free memory above ``keep_bytes``, for ``limit_s`` seconds. Returns bytes; 0: none is left."""
         ...
 
 
@@ -57,6 +64,10 @@ class HostTrim:
         self._needs: weakref.WeakKeyDictionary[Hashable, int] = weakref.WeakKeyDictionary()  # of plans that had theirs
         self._steps: weakref.WeakKeyDictionary[Hashable, int] = weakref.WeakKeyDictionary()  # since the mark, by plan
         self._is_marked = False
+        self._last_s: float | None = None  # when the last step was over
+        self._shortest_s = math.inf
+        self._given_bytes = 0
+        self._given_s = 0.0
 
     @property
     def plans(self) -> list[Hashable]:
@@ -74,27 +85,49 @@ class HostTrim:
         """
         if plan in self._needs:
             return
+        self._note_time()
         if not self._is_marked:
             self._memory.mark_host_memory()
             self._is_marked = True
         self._steps[plan] = steps = self._steps.get(plan, -1) + 1
         if steps >= STEADY_STEPS and may_shrink() and self._memory.may_trim():
-            self._needs[plan] = self._memory.host_bytes_needed()
-            self._trim(max(*self._needs.values(), others_bytes()))
+            needed = self._memory.host_bytes_needed()
+            if not self._trim(max(needed, *self._needs.values(), others_bytes())):
+                self._needs[plan] = needed
 
     def interrupted(self) -> None:
         """A step followed no plan: its need does not count."""
         self._steps.clear()
         self._is_marked = False
+        self._last_s = None
 
     def forget(self) -> None:
         """All compiled code is dropped, and all plans with it."""
         self.interrupted()
         self._needs.clear()
 
-    def _trim(self, keep_bytes: int) -> None:
-        """No step fails for it."""
+    def _note_time(self) -> None:
+        now = time.perf_counter()
+        if self._last_s is not None:
+            self._shortest_s = min(self._shortest_s, now - self._last_s)
+        self._last_s = now
+
+    def _trim(self, keep_bytes: int) -> int:
+        """Returns bytes; 0: there is nothing left that may go. No step fails for it."""
+        began, given = time.perf_counter(), 0
         try:
-            self._memory.trim_host_memory(keep_bytes)
+            given = self._memory.trim_host_memory(keep_bytes, STEP_SHARE * self._shortest_s)
         except Exception as error:
             log.warning("host memory that no step needs stays: %s: %s", type(error).__name__, error)
+        if given:
+            self._given_bytes += given
+            self._given_s += time.perf_counter() - began
+        elif self._given_bytes:
+            log.info(
+                "gave %.2f GiB of host memory back, which only the first steps needed, and kept %.2f GiB (%.0f ms)",
+                self._given_bytes / 2**30,
+                keep_bytes / 2**30,
+                1e3 * self._given_s,
+            )
+            self._given_bytes, self._given_s = 0, 0.0
+        return given
