@@ -8,7 +8,9 @@
 Segments are contiguous ranges. Each cut is where the fewest bytes of intermediates live near the change of label
 (assigning node by node instead pulled intermediates into late segments and doubled the backward's memory). No cut
 separates a node from the one it was glued to by ``settle_nodes``. A layer that moves more than 512 MiB is cut again,
-where few bytes live near equal shares of what moves (a Qwen3-8B layer at 16k tokens: between attention and MLP).
+where few bytes live near equal shares of what moves (a Qwen3-8B layer at 16k tokens: between attention and MLP). It
+stays whole where any such cut would part a kernel with much to write and to read (T5's softmax and dropout of scores:
+7 % of the step).
 
 A layer that was compiled on its own has no labels. Its forward is cut where it moves more than 1 GiB, so that copies of
 its first half overlap the second. Its backward stays whole: cut, it took more memory and time (two H200s).
@@ -19,7 +21,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +29,7 @@ import torch
 import torch.fx as fx
 
 from fxoffload.analysis.labels import LAYER_KEY
+from fxoffload.analysis.op_costs import fused_form, op_name
 from fxoffload.analysis.repeatable import MAX_OPS, Repeatable
 from fxoffload.analysis.segmentation import Segment, Segmentation
 from fxoffload.analysis.values import output_values
@@ -41,8 +44,11 @@ _MARGIN = 0.05
 MAX_MOVED_BYTES = 1 << 30
 _MAX_PIECES = 4
 _SPLIT_MARGIN = 0.6
+# What such a cut may make kernels write and read, as a part of what the layer moves.
+_MOST_PARTED = 0.25
 # A label starts (ends) where at least half of this many labelled nodes after (before) it carry it too.
 _NEIGHBOURS = 8
+_SEED_LOOKUP = "prims.inductor_lookup_seed"
 
 
 class CutSegments:
@@ -80,10 +86,12 @@ class CutSegments:
         if not self.whole and (layered or self._is_heavy(nodes)):
             values = Repeatable(gm, self.moved)
             first_reads = _first_reads(nodes, values)
-            live = _live_bytes(nodes, values, first_reads)
+            until, again = values.lifetimes({n: i for i, n in enumerate(nodes)}, len(nodes))
+            live = _live_bytes(nodes, values, first_reads, until, again)
             cuts = _find_cuts(nodes, live) if layered else []
             if cuts or not layered:
-                cuts = self._split(nodes, cuts, live, _moved_by(nodes, self.moved, first_reads))
+                parted = _parted_bytes(nodes, values, again)
+                cuts = self._split(nodes, cuts, live, parted, _moved_by(nodes, self.moved, first_reads))
         ranges = [nodes[a:b] for a, b in zip([0, *cuts], [*cuts, len(nodes)], strict=True) if a < b]
         return segments_of(gm, ranges)
 
@@ -92,7 +100,9 @@ class CutSegments:
         effects = any(n.target is torch.ops.higher_order.with_effects for n in nodes)
         return self.single and not effects and sum(self.moved.values()) > self.max_moved
 
-    def _split(self, nodes: list[fx.Node], cuts: list[int], live: list[int], weights: list[int]) -> list[int]:
+    def _split(
+        self, nodes: list[fx.Node], cuts: list[int], live: list[int], parted: list[int], weights: list[int]
+    ) -> list[int]:
         """``cuts``, and others inside the layers that move more than ``max_moved``. Without any, all is one layer."""
         inner: list[int] = []
         for start, end in itertools.pairwise([0, *cuts, len(nodes)]):
@@ -108,6 +118,7 @@ class CutSegments:
                     for i in range(start + 1, end)
                     if abs(passed[i - start - 1] / total - share) <= _SPLIT_MARGIN / pieces
                     and not nodes[i].meta.get(GLUE_KEY)
+                    and parted[i] <= _MOST_PARTED * total
                 ]
                 if window:
                     inner.append(
@@ -159,7 +170,8 @@ def _first_reads(nodes: list[fx.Node], values: Repeatable) -> dict[fx.Node, int]
 
 
 def _find_cuts(nodes: list[fx.Node], live: list[int]) -> list[int]:
-    labels = [n.meta.get(LAYER_KEY) for n in nodes]
+    # Seeds of dropout stand together, in front of all layers.
+    labels = [None if op_name(n.target) == _SEED_LOOKUP else n.meta.get(LAYER_KEY) for n in nodes]
     places: dict[str, list[int]] = defaultdict(list)
     for i, label in enumerate(labels):
         if label is not None:
@@ -203,29 +215,58 @@ def _unglue(cut: int, glued: list[bool]) -> int:
     return cut
 
 
-def _live_bytes(nodes: list[fx.Node], values: Repeatable, first_reads: Mapping[fx.Node, int]) -> list[int]:
+def _live_bytes(
+    nodes: list[fx.Node],
+    values: Repeatable,
+    first_reads: Mapping[fx.Node, int],
+    until: Mapping[fx.Node, int],
+    again: Collection[fx.Node],
+) -> list[int]:
     """Bytes that cross the gap before each node: of intermediates, and of saved values that are read on both sides.
 
     Returned values live on whatever the cut is. A value that ``Rematerialize`` will recompute does not cross; its
     sources do, for as long.
     """
-    position = {n: i for i, n in enumerate(nodes)}
-    until, again = values.lifetimes(position, len(nodes))
     delta = [0] * (len(nodes) + 2)
-    for node in nodes:
+    for at, node in enumerate(nodes):
         if node in until and node not in values.returned and node not in again:
             size = values.nbytes(node)
-            delta[position[node] + 1] += size
+            delta[at + 1] += size
             delta[until[node] + 1] -= size
     for node, first in first_reads.items():
         size = values.nbytes(node)
         delta[first + 1] += size
         delta[max(until[node], first) + 1] -= size
-    live, total = [], 0
-    for change in delta[:-1]:
-        total += change
-        live.append(total)
-    return live
+    return list(itertools.accumulate(delta[:-1]))
+
+
+def _parted_bytes(nodes: list[fx.Node], values: Repeatable, again: Collection[fx.Node]) -> list[int]:
+    """Bytes that a cut before each node makes kernels write and read: of values that ops on both sides make or read
+    which could be one kernel. What is recomputed behind a cut is read from its sources."""
+    position = {n: i for i, n in enumerate(nodes)}
+    delta = [0] * (len(nodes) + 1)
+    for node, base in values.base.items():
+        if node is not base or node in again or not (size := values.nbytes(node)):
+            continue
+        readers = _readers(node, values, again)
+        fused = [u for u in (node, *readers) if fused_form(u) is not None]
+        places = [position[u] for u in fused if u in position]
+        if places:
+            is_written = node in values.returned or len(fused) <= len(readers)
+            delta[min(places) + 1] += size if is_written else 2 * size
+            delta[max(places) + 1] -= size if is_written else 2 * size
+    return list(itertools.accumulate(delta))
+
+
+def _readers(node: fx.Node, values: Repeatable, again: Collection[fx.Node]) -> list[fx.Node]:
+    """Ops that read ``node`` itself, or recompute something from it."""
+    found: dict[fx.Node, None] = {}
+    todo = [node]
+    while todo:
+        new = [u for u in values.readers(todo.pop()) if not values.is_view(u) and u not in found]
+        found.update(dict.fromkeys(new))
+        todo += [u for u in new if u in again]
+    return list(found)
 
 
 def _make_segment(

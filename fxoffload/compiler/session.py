@@ -70,6 +70,7 @@ from fxoffload.passes.annotate_layers import AnnotateLayers, LayerReport
 from fxoffload.passes.checkpointed import clear_plain_checkpointing, num_checkpointed
 from fxoffload.passes.open_regions import OpenRegions
 from fxoffload.passes.runner import PassEntry, run_passes
+from fxoffload.passes.shrink_constants import ShrinkConstants
 from fxoffload.passes.tag_recompute import TagRecompute, TagReport
 from fxoffload.passes.unwrap_random import UnwrapRandom
 from fxoffload.plan_report.registry import PlanBox
@@ -112,6 +113,7 @@ class _JointState:
     gm: fx.GraphModule
     recompute: str
     num_opened: int = 0
+    num_shrunk: int = 0
     layers: LayerReport = field(default_factory=LayerReport)
     tags: TagReport = field(default_factory=TagReport)
 
@@ -122,6 +124,7 @@ _PIECES_OF_CHAINS = frozenset({"tape_plan", "planner", "segments", "offload", "p
 
 _JOINT: tuple[PassEntry[_JointState], ...] = (
     PassEntry("open_regions", lambda s: OpenRegions(), "num_opened"),
+    PassEntry("shrink_constants", lambda s: ShrinkConstants(), "num_shrunk"),
     PassEntry("annotate_layers", lambda s: AnnotateLayers(), "layers"),
     PassEntry("tag_recompute", lambda s: TagRecompute(s.recompute), "tags", ("recompute",)),
 )
@@ -233,7 +236,7 @@ class CompileSession:
             return forward, backward
 
         try:
-            run_passes(_JOINT[:2], state, "joint")
+            run_passes(_JOINT[:-1], state, "joint")
             self._layers = state.layers
             names = ", ".join(state.layers.layers) or "none, one segment"
             log.debug("layers (from %s): %s", state.layers.source, names)
@@ -252,7 +255,7 @@ class CompileSession:
                 return self._planned.partitioning.forward, self._planned.partitioning.backward
             if self._may_vary():
                 self._source = Source(copy_graph(free), split, num_checkpointed(gm) - num_checkpointed(free))
-            run_passes(_JOINT[2:], state, "joint")
+            run_passes(_JOINT[-1:], state, "joint")
         except BudgetError:
             raise
         except Exception as error:

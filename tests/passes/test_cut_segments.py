@@ -215,6 +215,38 @@ def test_a_layer_is_cut_unevenly_rather_than_where_much_lives() -> None:
     assert_whole(gm, found)
 
 
+@pytest.mark.parametrize("wide", [False, True])
+def test_no_layer_is_cut_where_that_parts_a_kernel_with_much_to_read(wide: bool) -> None:
+    """A saved value that element-wise ops read from one end of the layer to the other. Where it is wide, a cut has it
+    read twice; behind a product of matrices, it is not."""
+    sketch, x = stacked(30, 2)
+    large = sketch.op(aten.repeat.default, x, [256 if wide else 1], path="layers.2")
+    for _ in range(15):
+        total = sketch.op(aten.sum.default, sketch.op(aten.sin.default, large, path="layers.2"), path="layers.2")
+        x = sketch.op(aten.add.Tensor, x, total, path="layers.2")
+    gm = sketch.module([sketch.chain(x, 3), large])
+    AnnotateLayers()(gm)
+    moved = {n.name: 64 for n in gm.graph.nodes if n.meta.get(LAYER_KEY) == "layers.2"}
+    found = CutSegments(moved=moved, max_moved=sum(moved.values()))(gm)
+    assert [s.layer for s in found.segments].count("layers.2") == (1 if wide else 2)
+    assert_whole(gm, found)
+
+
+def test_seeds_of_all_layers_at_the_front_do_not_move_the_cuts() -> None:
+    """Dropout's: four of each layer stand side by side."""
+    sketch = Sketch()
+    x = sketch.input("x", 4)
+    seeds = sketch.op(torch.ops.prims.inductor_seeds.default, 12, torch.device("cpu"))
+    looked_up = [
+        sketch.op(torch.ops.prims.inductor_lookup_seed.default, seeds, i, path=f"layers.{i // 4}") for i in range(12)
+    ]
+    for i in range(3):
+        x = sketch.chain(x, 10, path=f"layers.{i}")
+    gm = sketch.module([x, *looked_up])
+    AnnotateLayers()(gm)
+    assert sizes(CutSegments()(gm)) == [("segment", 13), ("layers_0", 10), ("layers_1", 10), ("layers_2", 10)]
+
+
 def test_a_layer_is_cut_into_a_few_pieces_at_most() -> None:
     sketch, x = stacked(60, 60)
     gm = sketch.module([x])
