@@ -223,7 +223,7 @@ TABLES = (
             Rows(f"{IMAGE}-inductor.json", {"inductor": "Inductor"}, of="Gemma-3 with an image, 12 layers"),
             Rows(f"{IMAGE}.json", {"auto": "fxoffload, default"}, of="Gemma-3 with an image, 12 layers"),
             Rows(
-                "2026-11-28-2xh200-stock-fsdp-in-a-row.json",
+                "2026-11-28-2xh200-stock-fsdp-ten-steps.json",
                 _STOCK | FSDP_STOCK,
                 of="FSDP2, two GPUs, 16 layers",
                 where_there=True,
