@@ -9,8 +9,8 @@ Segments are contiguous ranges. Each cut is where the fewest bytes of intermedia
 (assigning node by node instead pulled intermediates into late segments and doubled the backward's memory). No cut
 separates a node from the one it was glued to by ``settle_nodes``. A layer that moves more than 512 MiB is cut again,
 where few bytes live near equal shares of what moves (a Qwen3-8B layer at 16k tokens: between attention and MLP). It
-stays whole where any such cut would part a kernel with much to write and to read (T5's softmax and dropout of scores:
-7 % of the step).
+stays whole where any such cut would part a kernel that has much to write and to read (T5's softmax and dropout of
+scores: 7 % of the step).
 
 A layer that was compiled on its own has no labels. Its forward is cut where it moves more than 1 GiB, so that copies of
 its first half overlap the second. Its backward stays whole: cut, it took more memory and time (two H200s).
@@ -29,7 +29,7 @@ import torch
 import torch.fx as fx
 
 from fxoffload.analysis.labels import LAYER_KEY
-from fxoffload.analysis.op_costs import fused_form, op_name
+from fxoffload.analysis.op_costs import fused_form, node_kind, op_name
 from fxoffload.analysis.repeatable import MAX_OPS, Repeatable
 from fxoffload.analysis.segmentation import Segment, Segmentation
 from fxoffload.analysis.values import output_values
@@ -82,7 +82,7 @@ class CutSegments:
     def __call__(self, gm: fx.GraphModule) -> Segmentation:
         nodes = [n for n in gm.graph.nodes if n.op == "call_function"]
         cuts: list[int] = []
-        layered = len({n.meta.get(LAYER_KEY) for n in nodes} - {None}) > 1
+        layered = len({_label(n) for n in nodes} - {None}) > 1
         if not self.whole and (layered or self._is_heavy(nodes)):
             values = Repeatable(gm, self.moved)
             first_reads = _first_reads(nodes, values)
@@ -169,9 +169,13 @@ def _first_reads(nodes: list[fx.Node], values: Repeatable) -> dict[fx.Node, int]
     return found
 
 
-def _find_cuts(nodes: list[fx.Node], live: list[int]) -> list[int]:
+def _label(node: fx.Node) -> str | None:
     # Seeds of dropout stand together, in front of all layers.
-    labels = [None if op_name(n.target) == _SEED_LOOKUP else n.meta.get(LAYER_KEY) for n in nodes]
+    return None if op_name(node.target) == _SEED_LOOKUP else node.meta.get(LAYER_KEY)
+
+
+def _find_cuts(nodes: list[fx.Node], live: list[int]) -> list[int]:
+    labels = [_label(n) for n in nodes]
     places: dict[str, list[int]] = defaultdict(list)
     for i, label in enumerate(labels):
         if label is not None:
@@ -242,20 +246,36 @@ def _live_bytes(
 
 def _parted_bytes(nodes: list[fx.Node], values: Repeatable, again: Collection[fx.Node]) -> list[int]:
     """Bytes that a cut before each node makes kernels write and read: of values that ops on both sides make or read
-    which could be one kernel. What is recomputed behind a cut is read from its sources."""
-    position = {n: i for i, n in enumerate(nodes)}
+    which could be one kernel. Where a value is recomputed after a cut, its sources are read."""
+    position, depth = {n: i for i, n in enumerate(nodes)}, _depths(nodes)
     delta = [0] * (len(nodes) + 1)
     for node, base in values.base.items():
         if node is not base or node in again or not (size := values.nbytes(node)):
             continue
-        readers = _readers(node, values, again)
-        fused = [u for u in (node, *readers) if fused_form(u) is not None]
-        places = [position[u] for u in fused if u in position]
-        if places:
-            is_written = node in values.returned or len(fused) <= len(readers)
-            delta[min(places) + 1] += size if is_written else 2 * size
-            delta[max(places) + 1] -= size if is_written else 2 * size
+        kernels: dict[int, list[int]] = defaultdict(list)  # places of ops, by depth
+        ops = [u for u in (node, *_readers(node, values, again)) if u in position]
+        for op in ops:
+            if fused_form(op) is not None:
+                kernels[depth[op]].append(position[op])
+        is_one = len(kernels) == 1 and sum(map(len, kernels.values())) == len(ops) and node in position
+        cost = size if node in values.returned or not is_one else 2 * size
+        for places in kernels.values():
+            delta[min(places) + 1] += cost
+            delta[max(places) + 1] -= cost
     return list(itertools.accumulate(delta))
+
+
+def _depths(nodes: list[fx.Node]) -> dict[fx.Node, int]:
+    """How many ops that run alone (products of matrices, say) each op has to wait for, one after the other. Ops of
+    different depths are in different kernels."""
+    found: dict[fx.Node, int] = {}
+    for node in nodes:
+        found[node] = max((found[i] + _runs_alone(i) for i in node.all_input_nodes if i in found), default=0)
+    return found
+
+
+def _runs_alone(node: fx.Node) -> bool:
+    return node_kind(node) not in ("fused", "view")
 
 
 def _readers(node: fx.Node, values: Repeatable, again: Collection[fx.Node]) -> list[fx.Node]:
@@ -322,7 +342,7 @@ def _missing_sizes(nodes: list[fx.Node], inputs: list[fx.Node], sizes: dict[Any,
 def _main_label(nodes: list[fx.Node]) -> str:
     counts: dict[str, int] = defaultdict(int)
     for node in nodes:
-        counts[node.meta.get(LAYER_KEY) or ""] += 1
+        counts[_label(node) or ""] += 1
     best = max(counts, key=lambda k: counts[k])
     return best if 2 * counts[best] >= len(nodes) else ""
 

@@ -52,6 +52,11 @@ class Candidate:
     producer: str
     label: str = ""
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether several saved values show the storage: a segment of the backward may overwrite none of them."""
+        return len(self.nodes) > 1
+
 
 @dataclass(frozen=True)
 class Skipped:

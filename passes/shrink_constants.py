@@ -7,23 +7,27 @@ Before and after::
     %out   = where(%masked, %zeros, %probs)      ->    %zeros     = expand(%zeros_one, [4, 16, 2048, 2048])
                                                        %out       = where(%masked, %zeros, %probs)
 
-Within one kernel such a constant takes no memory. AOTAutograd makes one value of the equal constants of all layers, and
-cuts and the backward separate it from its readers: in T5 at 4 x 2,048 tokens that is 1 GiB in float32, written, saved,
-and read in every layer. One element is there at no cost.
+Within one kernel such a constant takes no memory. But AOTAutograd makes one value of the equal constants of all layers.
+Cuts and the backward separate it from its readers. In T5 at 4 x 2,048 tokens it is 1 GiB, which is written, saved, and
+read in every layer. One element is there at no cost.
 
-Left alone: constants that are returned, that are smaller than 1 MiB or of symbolic sizes, or that an op reads which is
-not computed element by element, or whose result would lie otherwise in memory.
+A constant stays as it is where it is returned, smaller than 1 MiB, or of symbolic sizes. It also stays where an op
+reads it that is no arithmetic (``is_arithmetic``), or whose result would lie otherwise in memory.
 """
 
 from __future__ import annotations
 
+import logging
+
 import torch
 import torch.fx as fx
 
-from fxoffload.analysis.op_costs import fused_form
+from fxoffload.analysis.repeatable import is_arithmetic
 from fxoffload.analysis.values import extent_bytes, tensor_of
+from fxoffload.errors import in_brief
 from fxoffload.torch_private.fake_tensors import new_fake_like, run_on_fakes
-from fxoffload.torch_private.op_schemas import mutated_args
+
+log = logging.getLogger(__name__)
 
 _LEAST_BYTES = 1 << 20
 
@@ -44,16 +48,18 @@ class ShrinkConstants:
 
 def _is_large(node: fx.Node) -> bool:
     value = tensor_of(node)
-    if value is None or not all(type(size) is int for size in value.shape):
-        return False
-    large = (extent_bytes(value) or 0) >= _LEAST_BYTES
-    return large and all(u.op == "call_function" and fused_form(u) == "pointwise" for u in node.users)
+    return value is not None and _has_fixed_sizes(node) and (extent_bytes(value) or 0) >= _LEAST_BYTES
+
+
+def _has_fixed_sizes(node: fx.Node) -> bool:
+    value = tensor_of(node)
+    return value is not None and all(type(size) is int for size in value.shape)
 
 
 def _shrink(graph: fx.Graph, node: fx.Node) -> bool:
     """Whether ``node`` is one element now."""
     readers = list(node.users)
-    if any(mutated_args(u) for u in readers):
+    if not all(is_arithmetic(u) and _has_fixed_sizes(u) for u in readers):
         return False
     value = tensor_of(node)
     assert value is not None
@@ -61,7 +67,8 @@ def _shrink(graph: fx.Graph, node: fx.Node) -> bool:
     with graph.inserting_before(node):
         one = graph.call_function(torch.ops.aten.full.default, (ones, *node.args[1:]), dict(node.kwargs))
         shown = graph.call_function(torch.ops.aten.expand.default, (one, sizes))
-    one.meta, shown.meta = dict(node.meta), dict(node.meta)
+    for new in (one, shown):
+        new.meta = {k: v for k, v in node.meta.items() if k != "tensor_meta"}
     one.meta["val"] = new_fake_like(value.as_strided(ones, ones))
     shown.meta["val"] = run_on_fakes(shown)
     node.replace_all_uses_with(shown)
@@ -75,5 +82,10 @@ def _shrink(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 def _lies_otherwise(node: fx.Node) -> bool:
-    before, after = tensor_of(node), run_on_fakes(node)
-    return before is None or not isinstance(after, torch.Tensor) or after.stride() != before.stride()
+    before = tensor_of(node)
+    try:
+        after = run_on_fakes(node)
+    except Exception as error:
+        log.debug("a constant stays as it is: %s", in_brief(error))
+        return True
+    return before is None or after.stride() != before.stride()

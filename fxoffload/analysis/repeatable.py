@@ -50,7 +50,7 @@ class Repeatable:
         self._changed = changed
         # A wait for a collective, a size or a check looks like a view of its input, and must not run twice.
         self._views = {n for n in self._sees - changed if tensor_of(n) is not None and not is_wait(n)}
-        self._cheap = {n for n in nodes if n not in changed and n not in self._sees and _is_arithmetic(n)}
+        self._cheap = {n for n in nodes if n not in changed and n not in self._sees and is_arithmetic(n)}
         self._bytes: dict[fx.Node, int] = {}
         self.returned = {self.base[v] for v in output_values(gm.graph) if isinstance(v, fx.Node)}
 
@@ -143,7 +143,8 @@ class Repeatable:
                         todo.append(user)
 
 
-def _is_arithmetic(node: fx.Node) -> bool:
+def is_arithmetic(node: fx.Node) -> bool:
+    """Whether ``node`` computes a tensor element by element from others, and moves, copies and draws nothing."""
     value = tensor_of(node)
     if node.op != "call_function" or value is None or value.layout is not torch.strided:
         return False

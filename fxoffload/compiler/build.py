@@ -137,11 +137,12 @@ class Builder:
                 f"expected every saved value among the backward's inputs, did not find {sorted(copies - names)[:5]}",
                 "insert_reloads",
             )
+        shared = {n.name for c in forward.saved.candidates if c.is_shared for n in c.nodes}
         state = BackwardState(
             gm,
             forward=forward,
             copies=copies,
-            donatable=frozenset(donatable) if self.donates else frozenset(),
+            donatable=frozenset(n for n in donatable if n.name not in shared) if self.donates else frozenset(),
             device=self.device,
             whole="segments" in self.disabled,
         )

@@ -144,8 +144,11 @@ def own_values(down: ForwardState) -> frozenset[str]:
     """Names of values that a forward saves for its backward alone, in memory that the backward may overwrite."""
     storages = Storages(down.gm.graph.nodes)
     constants = {storages.root(n) for n in down.gm.graph.find_nodes(op="get_attr")}
-    candidates = [c for c in down.saved.candidates if not c.is_input and storages.root(c.nodes[0]) not in constants]
-    return frozenset(n.name for c in candidates for n in c.nodes)
+    return frozenset(
+        c.nodes[0].name
+        for c in down.saved.candidates
+        if not c.is_input and not c.is_shared and storages.root(c.nodes[0]) not in constants
+    )
 
 
 def step_of(

@@ -517,6 +517,10 @@ class CopyEngine:
         """See ``HostMemory``."""
         return max(self.arena.highest_bytes, self._asked_bytes)
 
+    def host_bytes_reserved(self) -> int:
+        """See ``HostMemory``."""
+        return self.arena.reserved_bytes
+
     def may_trim(self) -> bool:
         """See ``HostMemory``. Not while memory is being pinned, nor while a CUDA graph is captured: a wait for copies
         might break it."""

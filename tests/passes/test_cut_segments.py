@@ -215,20 +215,28 @@ def test_a_layer_is_cut_unevenly_rather_than_where_much_lives() -> None:
     assert_whole(gm, found)
 
 
-@pytest.mark.parametrize("wide", [False, True])
-def test_no_layer_is_cut_where_that_parts_a_kernel_with_much_to_read(wide: bool) -> None:
-    """A saved value that element-wise ops read from one end of the layer to the other. Where it is wide, a cut has it
-    read twice; behind a product of matrices, it is not."""
+@pytest.mark.parametrize(
+    ("wide", "is_returned", "product", "pieces"),
+    [(True, True, False, 1), (True, False, False, 1), (False, True, False, 2), (True, True, True, 2)],
+)
+def test_no_layer_is_cut_where_that_parts_a_kernel_with_much_to_read(
+    wide: bool, is_returned: bool, product: bool, pieces: int
+) -> None:
+    """A value that element-wise ops read from one end of the layer to the other. Where it is wide, a cut would have it
+    read twice. If a product of matrices lies between them, it is read twice in any case."""
     sketch, x = stacked(30, 2)
     large = sketch.op(aten.repeat.default, x, [256 if wide else 1], path="layers.2")
-    for _ in range(15):
-        total = sketch.op(aten.sum.default, sketch.op(aten.sin.default, large, path="layers.2"), path="layers.2")
-        x = sketch.op(aten.add.Tensor, x, total, path="layers.2")
-    gm = sketch.module([sketch.chain(x, 3), large])
+    for i in range(16):
+        if product and i == 8:
+            x = sketch.op(aten.view.default, x, [2, 2], path="layers.2")
+            x = sketch.op(aten.view.default, sketch.op(aten.mm.default, x, x, path="layers.2"), [4], path="layers.2")
+        shifted = sketch.op(aten.add.Tensor, large, sketch.op(aten.sum.default, x, path="layers.2"), path="layers.2")
+        x = sketch.op(aten.add.Tensor, x, sketch.op(aten.sum.default, shifted, path="layers.2"), path="layers.2")
+    gm = sketch.module([sketch.chain(x, 3), *([large] if is_returned else [])])
     AnnotateLayers()(gm)
-    moved = {n.name: 64 for n in gm.graph.nodes if n.meta.get(LAYER_KEY) == "layers.2"}
+    moved = {n.name: 100 for n in gm.graph.nodes if n.meta.get(LAYER_KEY) == "layers.2"}
     found = CutSegments(moved=moved, max_moved=sum(moved.values()))(gm)
-    assert [s.layer for s in found.segments].count("layers.2") == (1 if wide else 2)
+    assert [s.layer for s in found.segments].count("layers.2") == pieces
     assert_whole(gm, found)
 
 

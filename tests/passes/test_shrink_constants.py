@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fxoffload
 from fxoffload.passes.shrink_constants import ShrinkConstants
-from tests.capture import Sketch
+from tests.capture import Sketch, rehearsal_options
 
 aten = torch.ops.aten
 SHAPE = (4, 256, 512)  # 2 MiB in float32
@@ -67,8 +67,9 @@ def test_a_constant_that_is_returned_stays() -> None:
         lambda s, zeros: s.op(aten.mm.default, s.op(aten.select.int, zeros, 0, 0), s.input("w", 512, 4)),
         lambda s, zeros: s.op(aten.view.default, zeros, [4, -1]),
         lambda s, zeros: s.op(aten.add_.Tensor, zeros, s.input("y", *SHAPE)),
+        lambda s, zeros: s.op(aten.diagonal_scatter.default, zeros, s.input("d", 4, 256), 0, 1, 2),
     ],
-    ids=["a view and a product", "a view", "written in place"],
+    ids=["a view and a product", "a view", "written in place", "written in place later"],
 )
 def test_a_constant_that_is_not_read_element_by_element_alone_stays(reader: Any) -> None:
     sketch, zeros, out = masked()
@@ -91,6 +92,32 @@ def test_a_constant_that_decides_how_a_result_lies_in_memory_stays() -> None:
     assert ShrinkConstants()(gm) == 0
     assert targets(gm) == before
     gm.graph.lint()
+
+
+class Diagonals(nn.Module):
+    """The backward writes a diagonal into zeros, which Inductor does in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh() + torch.diagonal(layer(x), dim1=-2, dim2=-1).square().mean()
+        return x.square().mean()
+
+
+def test_zeros_that_inductor_writes_to_stay() -> None:
+    torch.manual_seed(0)
+    model, x = Diagonals(), torch.randn(2, 512, 512)
+    found = []
+    for inner in ("aot_eager", "inductor"):
+        torch.compiler.reset()
+        model.zero_grad()
+        torch.compile(model, backend="fxoffload", options=rehearsal_options(inner=inner))(x).backward()
+        found.append([p.grad for p in model.parameters()])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 class Attention(nn.Module):

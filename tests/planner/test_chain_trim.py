@@ -341,6 +341,7 @@ def test_two_models(engine: CopyEngine) -> None:
                 assert_equal(run.step(), expected)
         assert sum(found) == trimmed() > 0
         count = len(found)
+        assert count <= 2, "once for each"
         before = fxoffload.stats()
         for _ in range(2):
             for run in runs:

@@ -181,9 +181,10 @@ def test_a_limit_lets_one_chunk_go_at_least(tmp_path: Path) -> None:
     assert arena.reserved_bytes == 2 * MIB == ledger.booked_bytes()
 
 
-def test_the_wait_for_copies_counts(tmp_path: Path) -> None:
+def test_the_wait_for_copies_does_not_count(tmp_path: Path) -> None:
+    """It is over before the first chunk goes: the limit is for those after it."""
     arena, _, _ = make(tmp_path, 8 * MIB)
-    assert arena.trim(2 * MIB, lambda: time.sleep(0.02), limit_s=0.01) == CHUNK
+    assert arena.trim(2 * MIB, lambda: time.sleep(0.3), limit_s=0.2) == 6 * MIB
 
 
 def test_an_error_of_the_device_leaves_all_as_it_was(tmp_path: Path) -> None:
@@ -464,13 +465,14 @@ class Plan:
 
 @dataclass
 class Memory:
-    """Steps need this many bytes, told by the watch."""
+    """Steps need this many bytes, told by the watch. ``portion``: bytes that go at a time, at most."""
 
     needed: int = 0
+    reserved: int = 1000
+    portion: int = 1000
     is_capturing: bool = False
     kept: list[int] = field(default_factory=list)
     limits_s: list[float] = field(default_factory=list)
-    chunks: int = 0  # one goes at a time
     num_marks: int = 0
     fails: bool = False
 
@@ -481,6 +483,9 @@ class Memory:
     def host_bytes_needed(self) -> int:
         return self.needed
 
+    def host_bytes_reserved(self) -> int:
+        return self.reserved
+
     def may_trim(self) -> bool:
         return not self.is_capturing
 
@@ -489,8 +494,9 @@ class Memory:
             raise RuntimeError("on purpose")
         self.kept.append(keep_bytes)
         self.limits_s.append(limit_s)
-        self.chunks -= 1
-        return CHUNK if self.chunks >= 0 else 0
+        given = min(self.reserved - keep_bytes, self.portion)
+        self.reserved -= given
+        return given
 
 
 class Steps:
@@ -520,42 +526,69 @@ def test_once_when_a_plan_has_settled() -> None:
     assert (steps.memory.kept, steps.memory.num_marks) == ([30], 1)
 
 
-def test_some_between_every_two_steps(clock: list[float], caplog: pytest.LogCaptureFixture) -> None:
-    """A quarter of the shortest step's time each; the steps that wait are longer. Said once."""
+def test_a_portion_between_every_two_steps(clock: list[float], caplog: pytest.LogCaptureFixture) -> None:
+    """For a quarter of the shortest step's time each. Said once, when all is done."""
     caplog.set_level(logging.INFO, "fxoffload")
     steps, plan = Steps(), Plan()
-    steps.memory.chunks = 2
-    for seconds in (0.0, 0.5, 0.4, 0.6, 0.5, 0.7, 0.7, 0.7):
+    steps.memory.reserved, steps.memory.portion = 8 << 30, 3 << 30
+    for seconds in (0.0, 0.5, 0.4, 0.6, 0.5, 0.7, 0.7):
+        assert not caplog.records
         clock[0] += seconds
-        steps.follow(plan, 1, 30)
-    assert steps.memory.kept == [30, 30, 30]
+        steps.follow(plan, 1, 1 << 30)
+    assert steps.memory.kept == [1 << 30] * 3
     assert steps.memory.limits_s == pytest.approx([0.1, 0.1, 0.1])
     (said,) = [r.getMessage() for r in caplog.records]
-    assert said.startswith("gave 0.00 GiB of host memory back, which only the first steps needed, and kept 0.00 GiB")
+    assert said.startswith("gave 7.00 GiB of host memory back, which only the first steps needed, and kept 1.00 GiB")
 
 
-def test_time_between_steps_of_plans_is_not_a_step(clock: list[float]) -> None:
-    steps, plan = Steps(), Plan()
-    for seconds in (0.0, *[1.0] * STEADY_STEPS):
-        clock[0] += 0.01
-        steps.trim.interrupted()
-        clock[0] += seconds
-        steps.follow(plan, 1, 30)
+def test_a_step_is_one_of_its_own_plan(clock: list[float]) -> None:
+    """An actor's takes long, its critic's does not; the time for both counts. Interrupted steps do not count."""
+    steps, actor, critic = Steps(), Plan(), Plan()
+    for _ in range(STEADY_STEPS + 1):
+        clock[0] += 0.3
+        steps.follow(actor, 1, 30)
+        clock[0] += 0.1
+        steps.follow(critic, 1, 30)
+    assert steps.memory.limits_s == pytest.approx([0.1])
+    clock[0] += 0.01
+    steps.trim.interrupted()
+    steps.follow(Plan(), 0, 30)
+    other = Plan()
+    steps.memory.reserved = 1000
     for _ in range(STEADY_STEPS + 1):
         clock[0] += 2.0
-        steps.follow(plan, 1, 30)
-    assert steps.memory.limits_s == pytest.approx([0.5])
+        steps.follow(other, 1, 40)
+    assert steps.memory.limits_s == pytest.approx([0.1, 0.5])
 
 
-def test_what_is_left_goes_when_steps_follow_the_plan_again() -> None:
+def test_memory_that_is_pinned_meanwhile_does_not_prolong_it() -> None:
+    """A step that follows no plan pins again what went: that stays, and so does all that is pinned later."""
     steps, plan = Steps(), Plan()
-    steps.memory.chunks = 2
+    steps.memory.portion = 400
+    for _ in range(20):
+        steps.follow(plan, STEADY_STEPS + 2, 30)
+        steps.trim.interrupted()
+        steps.memory.reserved = 1000
+    assert len(steps.memory.kept) == 3  # 970 bytes, one time
+
+
+def test_what_is_left_goes_behind_other_steps_too() -> None:
+    steps, plan, other = Steps(), Plan(), Plan()
+    steps.memory.portion = 400
     steps.follow(plan, STEADY_STEPS + 1, 30)
     steps.trim.interrupted()
+    steps.follow(other, 2, 90)
+    assert steps.memory.kept == [30, 30, 30]
+    assert steps.memory.limits_s[1] == 0.0, "nothing is known of its steps"
+
+
+def test_nothing_is_left_when_all_plans_are_forgotten() -> None:
+    steps, plan = Steps(), Plan()
+    steps.memory.portion = 400
+    steps.follow(plan, STEADY_STEPS + 1, 30)
+    steps.trim.forget()
     steps.follow(plan, STEADY_STEPS, 30)
     assert len(steps.memory.kept) == 1
-    steps.follow(plan, 9, 30)
-    assert len(steps.memory.kept) == 3
 
 
 def test_the_step_in_front_of_the_mark_does_not_count() -> None:
@@ -591,7 +624,7 @@ def test_two_models_that_take_turns() -> None:
     for _ in range(3 * STEADY_STEPS):
         steps.follow(actor, 1, 30)
         steps.follow(critic, 1, 50)
-    assert steps.memory.kept == [50, 50]
+    assert steps.memory.kept == [50]
 
 
 def test_two_models_one_after_the_other() -> None:
@@ -599,8 +632,10 @@ def test_two_models_one_after_the_other() -> None:
     steps.follow(actor, 2 * STEADY_STEPS, 50)
     for _ in range(3):
         steps.trim.interrupted()
+    steps.memory.reserved = 1000
     steps.follow(critic, 2 * STEADY_STEPS, 20)
     assert steps.memory.kept == [50, 50]
+    steps.memory.reserved = 1000
     steps.follow(actor, 2 * STEADY_STEPS, 50)
     assert len(steps.memory.kept) == 2
 

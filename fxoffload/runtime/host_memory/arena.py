@@ -488,18 +488,17 @@ class HostArena:
         Args:
             keep_bytes: bytes that stay, counted from the start of the range.
             wait_for_copies: returns when all copies that were started before are done.
-            limit_s: seconds after which no further chunk goes, counted from here. One always does.
+            limit_s: seconds for which further chunks go, once the first one went.
         """
         try:
-            end_s = time.perf_counter() + limit_s
             cut = self._cut_tail(keep_bytes)
             given = 0
             if cut is not None:
                 wait_for_copies()
-                while nbytes := self._try_give_back_last(cut):
+                given = self._try_give_back_last(cut)
+                end_s = time.perf_counter() + limit_s
+                while given and time.perf_counter() < end_s and (nbytes := self._try_give_back_last(cut)):
                     given += nbytes
-                    if time.perf_counter() >= end_s:
-                        break
                 self._leave_trim()
             return given
         except BaseException:

@@ -10,12 +10,12 @@ that was pinned for graphs that are in no such plan (a model that is one graph).
 steps of an actor and of a critic take turns. Memory that is pinned later (for a longer evaluation, say) stays. Where
 sizes vary from call to call nothing goes: the next batch may be as long as the longest one.
 
-The thread that begins the next step trims, between two steps, for no longer than a part of a step. What is left goes
-after the next ones. The driver lets everything on the device end before it gives the first chunk up, whichever thread
-asks for it, and takes 2.1 ms for each of 128 MiB after that. At once, one step of FSDP2 took 0.80 s, and the others
-0.43: 9.6 GiB went, on each of two ranks (two H200s, 2026-11-28). Rejected: a thread of its own, which rested between
-chunks. It let 48 steps of 65 ms wait 2 ms each for 6 GiB (H200, 2026-11-22, a script that was not kept; see
-``benchmarks run pinning --variants give_back``).
+The thread that begins the next step trims, between two steps. It gives the first chunk up and goes on for a quarter of
+a step. The rest goes after the next steps, whatever they follow. The driver lets everything on the device end before it
+gives the first chunk up, whichever thread asks for it. Each chunk of 128 MiB takes 2.1 ms after that, or 5 where two
+ranks trim at once. All at once, one step of FSDP2 took 0.80 s, and the others 0.43: 9.6 GiB went on each rank (two
+H200s, 2026-11-28). Rejected: a thread of its own, which rested between chunks. It let 48 steps of 65 ms wait 2 ms each
+for 6 GiB (H200, 2026-11-22, a script that was not kept; see ``benchmarks run pinning --variants give_back``).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Protocol
 
 log = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ log = logging.getLogger(__name__)
 # Whole steps in a row, after one that did the same, that show the need of a plan.
 STEADY_STEPS = 4
 
-# What may go between two steps, as a part of the time of the shortest step.
+# How long memory goes between two steps of a plan, as a part of the time of its shortest one.
 STEP_SHARE = 0.25
 
 
@@ -47,13 +48,51 @@ class HostMemory(Protocol):
         """The end of the highest block since the mark."""
         ...
 
+    def host_bytes_reserved(self) -> int:
+        """Bytes of pinned memory."""
+        ...
+
     def may_trim(self) -> bool:
         """Whether a trim can begin now."""
         ...
 
     def trim_host_memory(self, keep_bytes: int, limit_s: float) -> int:
-        """Give back free memory above ``keep_bytes``, for ``limit_s`` seconds. Returns bytes; 0: none is left."""
+        """Give back free memory above ``keep_bytes``: one chunk, and more for ``limit_s`` seconds. Returns bytes; 0:
+        none goes."""
         ...
+
+
+@dataclass
+class _Steps:
+    """Steps that followed one plan, since the mark.
+
+    Attributes:
+        count: behind the first one.
+        last_s: when the last one was over.
+        shortest_s: from the end of one to the end of the next.
+    """
+
+    count: int
+    last_s: float
+    shortest_s: float = math.inf
+
+    @property
+    def limit_s(self) -> float:
+        """How long memory may go behind one of them."""
+        return 0.0 if math.isinf(self.shortest_s) else STEP_SHARE * self.shortest_s
+
+
+@dataclass
+class _Trim:
+    """A trim that has begun.
+
+    Attributes:
+        left_bytes: that may still go. Memory that is pinned meanwhile does not add to them.
+    """
+
+    left_bytes: int
+    given_bytes: int = 0
+    seconds: float = 0.0
 
 
 class HostTrim:
@@ -62,12 +101,9 @@ class HostTrim:
     def __init__(self, memory: HostMemory) -> None:
         self._memory = memory
         self._needs: weakref.WeakKeyDictionary[Hashable, int] = weakref.WeakKeyDictionary()  # of plans that had theirs
-        self._steps: weakref.WeakKeyDictionary[Hashable, int] = weakref.WeakKeyDictionary()  # since the mark, by plan
+        self._steps: weakref.WeakKeyDictionary[Hashable, _Steps] = weakref.WeakKeyDictionary()
         self._is_marked = False
-        self._last_s: float | None = None  # when the last step was over
-        self._shortest_s = math.inf
-        self._given_bytes = 0
-        self._given_s = 0.0
+        self._trim: _Trim | None = None
 
     @property
     def plans(self) -> list[Hashable]:
@@ -83,51 +119,62 @@ class HostTrim:
             others_bytes: bytes that graphs need that are in none of ``plans``. Both are asked only before memory would
                 go.
         """
-        if plan in self._needs:
+        if plan in self._needs and self._trim is None:
             return
-        self._note_time()
         if not self._is_marked:
             self._memory.mark_host_memory()
             self._is_marked = True
-        self._steps[plan] = steps = self._steps.get(plan, -1) + 1
-        if steps >= STEADY_STEPS and may_shrink() and self._memory.may_trim():
-            needed = self._memory.host_bytes_needed()
-            if not self._trim(max(needed, *self._needs.values(), others_bytes())):
-                self._needs[plan] = needed
+        steps = self._counted(plan)
+        is_due = plan not in self._needs and steps.count >= STEADY_STEPS
+        if (is_due or self._trim is not None) and may_shrink() and self._memory.may_trim():
+            if is_due:
+                self._needs[plan] = self._memory.host_bytes_needed()
+            if self._needs:
+                self._go_on(max(*self._needs.values(), others_bytes()), is_due, steps.limit_s)
 
     def interrupted(self) -> None:
         """A step followed no plan: its need does not count."""
         self._steps.clear()
         self._is_marked = False
-        self._last_s = None
 
     def forget(self) -> None:
         """All compiled code is dropped, and all plans with it."""
         self.interrupted()
         self._needs.clear()
+        self._trim = None
 
-    def _note_time(self) -> None:
+    def _counted(self, plan: Hashable) -> _Steps:
         now = time.perf_counter()
-        if self._last_s is not None:
-            self._shortest_s = min(self._shortest_s, now - self._last_s)
-        self._last_s = now
+        steps = self._steps.get(plan)
+        if steps is None:
+            steps = self._steps[plan] = _Steps(0, now)
+        else:
+            steps.count += 1
+            steps.shortest_s = min(steps.shortest_s, now - steps.last_s)
+            steps.last_s = now
+        return steps
 
-    def _trim(self, keep_bytes: int) -> int:
-        """Returns bytes; 0: there is nothing left that may go. No step fails for it."""
-        began, given = time.perf_counter(), 0
-        try:
-            given = self._memory.trim_host_memory(keep_bytes, STEP_SHARE * self._shortest_s)
-        except Exception as error:
-            log.warning("host memory that no step needs stays: %s: %s", type(error).__name__, error)
-        if given:
-            self._given_bytes += given
-            self._given_s += time.perf_counter() - began
-        elif self._given_bytes:
+    def _go_on(self, keep_bytes: int, is_due: bool, limit_s: float) -> None:
+        """Begin a trim or go on with it. No step fails for it."""
+        self._trim = self._trim or _Trim(0)
+        if is_due:
+            self._trim.left_bytes = self._memory.host_bytes_reserved() - keep_bytes
+        trim, began, given = self._trim, time.perf_counter(), 0
+        if trim.left_bytes > 0:
+            try:
+                given = self._memory.trim_host_memory(keep_bytes, limit_s)
+            except Exception as error:
+                log.warning("host memory that no step needs stays: %s: %s", type(error).__name__, error)
+        trim.seconds += time.perf_counter() - began
+        trim.given_bytes += given
+        trim.left_bytes -= given
+        if given and trim.left_bytes > 0:
+            return
+        self._trim = None
+        if trim.given_bytes:
             log.info(
                 "gave %.2f GiB of host memory back, which only the first steps needed, and kept %.2f GiB (%.0f ms)",
-                self._given_bytes / 2**30,
-                keep_bytes / 2**30,
-                1e3 * self._given_s,
+                trim.given_bytes / 2**30,
+                self._memory.host_bytes_reserved() / 2**30,
+                1e3 * trim.seconds,
             )
-            self._given_bytes, self._given_s = 0, 0.0
-        return given
