@@ -63,11 +63,11 @@ class HostMemory(Protocol):
 
 
 @dataclass
-class _Steps:
+class _PlanSteps:
     """Steps that followed one plan, since the mark.
 
     Attributes:
-        count: behind the first one.
+        count: after the first one.
         last_s: when the last one was over.
         shortest_s: from the end of one to the end of the next.
     """
@@ -101,7 +101,7 @@ class HostTrim:
     def __init__(self, memory: HostMemory) -> None:
         self._memory = memory
         self._needs: weakref.WeakKeyDictionary[Hashable, int] = weakref.WeakKeyDictionary()  # of plans that had theirs
-        self._steps: weakref.WeakKeyDictionary[Hashable, _Steps] = weakref.WeakKeyDictionary()
+        self._steps: weakref.WeakKeyDictionary[Hashable, _PlanSteps] = weakref.WeakKeyDictionary()
         self._is_marked = False
         self._trim: _Trim | None = None
 
@@ -143,11 +143,11 @@ class HostTrim:
         self._needs.clear()
         self._trim = None
 
-    def _counted(self, plan: Hashable) -> _Steps:
+    def _counted(self, plan: Hashable) -> _PlanSteps:
         now = time.perf_counter()
         steps = self._steps.get(plan)
         if steps is None:
-            steps = self._steps[plan] = _Steps(0, now)
+            steps = self._steps[plan] = _PlanSteps(0, now)
         else:
             steps.count += 1
             steps.shortest_s = min(steps.shortest_s, now - steps.last_s)
