@@ -10,7 +10,7 @@ Segments are contiguous ranges. Each cut is where the fewest bytes of intermedia
 separates a node from the one it was glued to by ``settle_nodes``. A layer that moves more than 512 MiB is cut again,
 where few bytes live near equal shares of what moves (a Qwen3-8B layer at 16k tokens: between attention and MLP). It
 stays whole where any such cut would part a kernel that has much to write and to read (T5's softmax and dropout of
-scores: 7 % of the step).
+scores: 4 % of the step, by estimate).
 
 A layer that was compiled on its own has no labels. Its forward is cut where it moves more than 1 GiB, so that copies of
 its first half overlap the second. Its backward stays whole: cut, it took more memory and time (two H200s).

@@ -62,7 +62,7 @@ class StockStepper(Stepper):
         return found
 
     def steps(self, count: int) -> list[StepTime]:
-        """In a row, behind some that do not count: nothing waits for the device until all were launched."""
+        """In a row, after some that do not count: nothing waits for the device until all were launched."""
         clock, start, losses = new_clock(self.device), 0.0, []
         self._idle = None
         self._begin_step()
