@@ -108,7 +108,12 @@ class PlanWatch:
 
     def _plan(self) -> tuple[Any, int]:
         new = [plan for plan in _plans() if plan.graph not in self._seen]
-        return max(new, key=lambda plan: plan.predicted.peak_bytes, default=None), len(new)
+        return max(_latest(new), key=lambda plan: plan.predicted.peak_bytes, default=None), len(new)
+
+
+def _latest(plans: list[Any]) -> list[Any]:
+    """Without the plans of single graphs that a plan of the whole step has replaced."""
+    return [plan for plan in plans if "planned together with other calls" not in plan.summary] or plans
 
 
 class _PlanningLog(logging.Handler):

@@ -17,17 +17,12 @@ reads it that is no arithmetic (``is_arithmetic``), or whose result would lie ot
 
 from __future__ import annotations
 
-import logging
-
 import torch
 import torch.fx as fx
 
 from fxoffload.analysis.repeatable import is_arithmetic
-from fxoffload.analysis.values import extent_bytes, tensor_of
-from fxoffload.errors import in_brief
+from fxoffload.analysis.values import extent_bytes, lies_otherwise, tensor_of
 from fxoffload.torch_private.fake_tensors import new_fake_like, run_on_fakes
-
-log = logging.getLogger(__name__)
 
 _LEAST_BYTES = 1 << 20
 
@@ -72,20 +67,10 @@ def _shrink(graph: fx.Graph, node: fx.Node) -> bool:
     one.meta["val"] = new_fake_like(value.as_strided(ones, ones))
     shown.meta["val"] = run_on_fakes(shown)
     node.replace_all_uses_with(shown)
-    if any(_lies_otherwise(reader) for reader in readers):
+    if any(lies_otherwise(reader) for reader in readers):
         shown.replace_all_uses_with(node)
         graph.erase_node(shown)
         graph.erase_node(one)
         return False
     graph.erase_node(node)
     return True
-
-
-def _lies_otherwise(node: fx.Node) -> bool:
-    before = tensor_of(node)
-    try:
-        after = run_on_fakes(node)
-    except Exception as error:
-        log.debug("a constant stays as it is: %s", in_brief(error))
-        return True
-    return before is None or after.stride() != before.stride()

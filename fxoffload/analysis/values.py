@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Iterable
 
@@ -9,8 +10,12 @@ import torch
 import torch.fx as fx
 
 from fxoffload.analysis.op_costs import is_wait
+from fxoffload.errors import in_brief
+from fxoffload.torch_private.fake_tensors import run_on_fakes
 from fxoffload.torch_private.op_schemas import aliased_args, mutated_args
 from fxoffload.torch_private.symbolic_sizes import hint
+
+log = logging.getLogger(__name__)
 
 
 def tensor_of(node: fx.Node) -> torch.Tensor | None:
@@ -33,6 +38,18 @@ def extent_bytes(value: torch.Tensor) -> int | None:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))  # type: ignore[operator]
     return (last + 1) * value.element_size()
+
+
+def lies_otherwise(node: fx.Node) -> bool:
+    """Whether the result of ``node`` would lie otherwise in memory than its value says, now that it has other
+    arguments; also where that is not known."""
+    before = tensor_of(node)
+    try:
+        after = run_on_fakes(node)
+    except Exception as error:
+        log.debug("%s keeps its arguments: %s", node.name, in_brief(error))
+        return True
+    return before is None or after.stride() != before.stride()
 
 
 class Storages:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from fxoffload.analysis.values import tensor_of
 from fxoffload.compiler.offload_candidates import offload_candidates_of, rank_offload_candidates
 from fxoffload.compiler.pipeline import BACKWARD, FIND, FORWARD, BackwardState, ForwardState, without_proofs
 from fxoffload.compiler.segments import SegmentCompiler
@@ -20,6 +21,7 @@ from fxoffload.progress import working
 from fxoffload.runtime.engine import Budgets
 from fxoffload.runtime.outer_program import OuterProgram, RuntimeOptions
 from fxoffload.step.offload_candidate import OffloadCandidate
+from fxoffload.torch_private.fake_tensors import with_strides
 
 GraphKwargs = Mapping[str, Any]
 
@@ -131,6 +133,7 @@ class Builder:
         """
         placeholders = gm.graph.find_nodes(op="placeholder")
         names = {n.name for n in placeholders}
+        _lay_out_as_saved(placeholders, forward.gm)
         copies = frozenset(n.name for c in forward.saved.candidates for n in c.nodes)
         if not copies <= names:
             raise PassError(
@@ -162,3 +165,12 @@ class Builder:
             overwritten=[i for i, n in enumerate(placeholders) if n in overwritten],
         )
         return state, program
+
+
+def _lay_out_as_saved(placeholders: Sequence[fx.Node], forward: fx.GraphModule) -> None:
+    """Write on the inputs of a backward how its compiled forward lays them out."""
+    saved = {n.name: n for n in forward.graph.output_node().all_input_nodes}
+    for node in placeholders:
+        value = None if node.name not in saved else tensor_of(saved[node.name])
+        if value is not None and value.layout is torch.strided:
+            node.meta["val"] = with_strides(node.meta["val"], value.stride())

@@ -23,7 +23,7 @@ from fxoffload.errors import SegmentCompileError
 from fxoffload.passes.cut_segments import is_submodule
 from fxoffload.torch_private.compile_context import segment_tracing_context
 from fxoffload.torch_private.graphs import boxed_eager, graph_module
-from fxoffload.torch_private.inductor import compile_fx_inner, inductor_config
+from fxoffload.torch_private.inductor import compile_fx_inner, compiled_layouts, inductor_config
 from fxoffload.torch_private.op_schemas import mutated_args
 from fxoffload.torch_private.symbolic_sizes import told_all_symbols
 
@@ -81,7 +81,7 @@ def extract_segment(gm: fx.GraphModule, segment: Segment, donated: Sequence[int]
                 env[value].meta = dict(value.meta)
         env[node] = graph.node_copy(node, lambda n: env[n])
     output = graph.output(tuple(env[n] for n in segment.outputs))
-    # Strides stay those that the next segment was compiled for.
+    # The next segment reads them as they are here, but for what ``compiled_layouts`` finds.
     output.meta["user_visible_output_idxs"] = list(range(len(segment.outputs)))
     return graph_module(attributes, graph)
 
@@ -104,7 +104,10 @@ class SegmentCompiler:
         self.pending = PendingKernels()
 
     def compile(self, gm: fx.GraphModule, segment: Segment, call: SegmentCall, graph_kwargs: Mapping[str, Any]) -> None:
-        """Set ``call.fn``. ``graph_kwargs``: those that Inductor was given for the whole graph.
+        """Set ``call.fn``, and write on the outputs how the compiled segment lays them out.
+
+        Args:
+            graph_kwargs: those that Inductor was given for the whole graph.
 
         Raises:
             SegmentCompileError: names the layer.
@@ -130,6 +133,9 @@ class SegmentCompiler:
         else:
             counters.add("num_segments_reused")
         call.fn = compiled
+        found = compiled_layouts(compiled, [node.meta.get("val") for node in segment.outputs])
+        for node, value in zip(segment.outputs, found, strict=True):
+            node.meta["val"] = value
 
     def _compile(
         self, extracted: fx.GraphModule, segment: Segment, call: SegmentCall, graph_kwargs: Mapping[str, Any]

@@ -68,6 +68,7 @@ from fxoffload.errors import BudgetError, PassError, in_brief
 from fxoffload.options import Options
 from fxoffload.passes.annotate_layers import AnnotateLayers, LayerReport
 from fxoffload.passes.checkpointed import clear_plain_checkpointing, num_checkpointed
+from fxoffload.passes.match_layouts import MatchLayouts
 from fxoffload.passes.open_regions import OpenRegions
 from fxoffload.passes.runner import PassEntry, run_passes
 from fxoffload.passes.shrink_constants import ShrinkConstants
@@ -114,6 +115,7 @@ class _JointState:
     recompute: str
     num_opened: int = 0
     num_shrunk: int = 0
+    num_matched: int = 0
     layers: LayerReport = field(default_factory=LayerReport)
     tags: TagReport = field(default_factory=TagReport)
 
@@ -125,6 +127,7 @@ _PIECES_OF_CHAINS = frozenset({"tape_plan", "planner", "segments", "offload", "p
 _JOINT: tuple[PassEntry[_JointState], ...] = (
     PassEntry("open_regions", lambda s: OpenRegions(), "num_opened"),
     PassEntry("shrink_constants", lambda s: ShrinkConstants(), "num_shrunk"),
+    PassEntry("match_layouts", lambda s: MatchLayouts(), "num_matched"),
     PassEntry("annotate_layers", lambda s: AnnotateLayers(), "layers"),
     PassEntry("tag_recompute", lambda s: TagRecompute(s.recompute), "tags", ("recompute",)),
 )
@@ -506,7 +509,8 @@ class CompileSession:
             assert self._forward is not None
             self._forward.graph.keeps_everything = True
             self._calibration = None
-            return self._compile_plain(gm, example_inputs, kwargs)
+            inputs = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]  # as the forward lays them out
+            return self._compile_plain(gm, inputs, kwargs)
 
     # -- forward -------------------------------------------------------------------------------------------------------
 

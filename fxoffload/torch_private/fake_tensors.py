@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 
 from fxoffload.torch_private.dynamo_errors import is_verbose
+from fxoffload.torch_private.symbolic_sizes import hint
 
 
 @contextlib.contextmanager
@@ -58,6 +59,25 @@ def fakes_over_new_memory(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             flat = memory[storage._cdata].view(value.dtype)
             found.append(flat.as_strided(value.shape, value.stride(), value.storage_offset()))
     return found
+
+
+def with_strides(value: Any, strides: Sequence[Any]) -> Any:
+    """A fake tensor with other strides, over the same memory; itself where it has them, or is no fake tensor.
+
+    Needed by torch 2.11 to 2.14: ``ShapeEnv.deserialize_symexpr``.
+
+    Args:
+        strides: numbers, sizes, or Inductor's text for them.
+    """
+    if not isinstance(value, FakeTensor) or len(strides) != value.dim():
+        return value
+    env = value.fake_mode.shape_env
+    found = [env.deserialize_symexpr(s) if isinstance(s, str) and env is not None else s for s in strides]
+    found = [int(s) if isinstance(s, str) else s for s in found]
+    if [hint(s) for s in found] == [hint(s) for s in value.stride()]:
+        return value
+    with _fakes_without_guards(value):
+        return value.as_strided(value.shape, found)
 
 
 def run_on_fakes(node: fx.Node) -> Any:

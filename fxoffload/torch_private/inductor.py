@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import importlib
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch._inductor import config as inductor_config
+
+from fxoffload.torch_private.fake_tensors import with_strides
 
 if TYPE_CHECKING:
     from torch._inductor.async_compile import AsyncCompile as AsyncCompile
@@ -75,6 +77,23 @@ def needs_kernels_while_compiling(settings: Mapping[str, Any] | None = None) -> 
     """
     found = settings or {}
     return any(found.get(name, getattr(inductor_config, name, None)) for name in _TIMES_KERNELS)
+
+
+def compiled_layouts(compiled: object, values: Sequence[Any]) -> list[Any]:
+    """``values``, fake results of a graph, laid out as the compiled graph returns them.
+
+    Inductor keeps the order of a view's dimensions, not its strides. A product whose matrices it pads, for a
+    vocabulary of 50,257 words, is a slice of a wider one.
+
+    Needed by torch 2.11 to 2.14: ``CompiledFxGraph.output_strides``, ``ShapeEnv.deserialize_symexpr``.
+
+    Args:
+        compiled: by Inductor; of anything else nothing is known, and all values stay.
+    """
+    known = getattr(compiled, "output_strides", None)
+    if not known or len(known) != len(values):
+        return list(values)
+    return [v if strides is None else with_strides(v, strides) for v, strides in zip(values, known, strict=True)]
 
 
 @contextlib.contextmanager

@@ -133,7 +133,10 @@ def test_a_compile_emits_artifacts_for_every_pass(monkeypatch: pytest.MonkeyPatc
     capture(Tower(2), example_input())
     # As the run was configured: nothing is donated by segments that run uncompiled.
     backward = without(BACKWARD, "choose_donations")
-    passes = [("joint", name) for name in ("open_regions", "shrink_constants", "annotate_layers", "tag_recompute")]
+    passes = [
+        ("joint", name)
+        for name in ("open_regions", "shrink_constants", "match_layouts", "annotate_layers", "tag_recompute")
+    ]
     passes += [("forward", s.name) for s in (*FIND, *FORWARD)] + [("backward", s.name) for s in backward]
     assert seen == [f"fxoffload_{what}_{when}_{name}" for what, name in passes for when in ("before", "after")]
 
