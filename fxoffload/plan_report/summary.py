@@ -22,4 +22,5 @@ def gain_of(found: Prediction | Simulation, base: Prediction | Simulation) -> st
     """What ``found`` saves of ``base``, and takes for it."""
     saved = 1 - found.peak_bytes / base.peak_bytes if base.peak_bytes else 0.0
     slowdown = found.step_ms / base.step_ms - 1 if base.step_ms else 0.0
-    return f"{100 * saved:.0f} % less memory for {100 * slowdown:+.1f} % time"
+    memory = f"{100 * abs(saved):.0f} % {'more' if saved < 0 else 'less'} memory"
+    return f"{memory} for {100 * slowdown:+.1f} % time"

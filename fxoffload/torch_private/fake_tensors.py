@@ -72,12 +72,15 @@ def with_strides(value: Any, strides: Sequence[Any]) -> Any:
     if not isinstance(value, FakeTensor) or len(strides) != value.dim():
         return value
     env = value.fake_mode.shape_env
-    found = [env.deserialize_symexpr(s) if isinstance(s, str) and env is not None else s for s in strides]
-    found = [int(s) if isinstance(s, str) else s for s in found]
+    found: list[Any] = [_size_of(s, env) if isinstance(s, str) else s for s in strides]
     if [hint(s) for s in found] == [hint(s) for s in value.stride()]:
         return value
     with _fakes_without_guards(value):
         return value.as_strided(value.shape, found)
+
+
+def _size_of(text: str, env: Any) -> Any:
+    return int(text) if env is None else env.deserialize_symexpr(text)
 
 
 def run_on_fakes(node: fx.Node) -> Any:
