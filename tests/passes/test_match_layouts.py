@@ -1,4 +1,4 @@
-"""Large values that are read beside contiguous ones are contiguous copies, with the same results; others stay."""
+"""Large values that are read next to contiguous ones become contiguous copies. Results are equal; others stay."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ def test_real_signals(gap: float, printed: list[str]) -> None:
                     steps.dropped()
         except KeyboardInterrupt:
             raised += 1
-            torch.set_grad_enabled(True)  # the end of a ``no_grad`` may be what was interrupted
+            torch.set_grad_enabled(True)  # a ``no_grad`` that is interrupted as it ends leaves them off
         if raised % 50 == 0:
             assert steps.problems() == []
     assert not ours(printed)
