@@ -18,6 +18,10 @@ from fxoffload.torch_private.symbolic_sizes import hint
 log = logging.getLogger(__name__)
 
 
+# On a node whose compiled segment lays its result out otherwise: its value as it was traced.
+TRACED_KEY = "fxoffload_traced"
+
+
 def tensor_of(node: fx.Node) -> torch.Tensor | None:
     """The fake tensor that ``node`` produces, or None where it produces something else."""
     value = node.meta.get("val")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
-from fxoffload.analysis.values import output_values, tensor_of
+from fxoffload.analysis.values import TRACED_KEY, output_values, tensor_of
 from fxoffload.runtime.variant import VariantLayout
 from fxoffload.torch_private.symbolic_sizes import form_of
 
@@ -68,7 +68,8 @@ def _is_size(node: fx.Node) -> bool:
 def _form(value: object, *, strides: bool) -> Hashable:
     if not isinstance(value, fx.Node):
         return repr(value)
-    tensor = tensor_of(value)
+    # Variants come from the graph as it was traced.
+    tensor = value.meta.get(TRACED_KEY, tensor_of(value))
     if tensor is None:
         return "no tensor", repr(value.meta.get("val"))
     shape, stride = form_of(tensor)

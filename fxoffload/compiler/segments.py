@@ -16,6 +16,7 @@ import torch.fx as fx
 
 from fxoffload.analysis.op_costs import op_name
 from fxoffload.analysis.segmentation import Segment
+from fxoffload.analysis.values import TRACED_KEY
 from fxoffload.compiler.kernels import PendingKernels
 from fxoffload.compiler.structural_key import structural_key
 from fxoffload.counters import counters
@@ -135,7 +136,8 @@ class SegmentCompiler:
         call.fn = compiled
         found = compiled_layouts(compiled, [node.meta.get("val") for node in segment.outputs])
         for node, value in zip(segment.outputs, found, strict=True):
-            node.meta["val"] = value
+            if value is not node.meta.get("val"):
+                node.meta[TRACED_KEY], node.meta["val"] = node.meta["val"], value
 
     def _compile(
         self, extracted: fx.GraphModule, segment: Segment, call: SegmentCall, graph_kwargs: Mapping[str, Any]

@@ -32,41 +32,48 @@ class Layout:
         order: dimensions from the innermost to the outermost; those that are expanded (stride 0) are left out.
         gaps: per dimension of ``order``, its stride over what a dense one would have (3 for a third of a fused
             projection).
+        pitches: per dimension of ``order``, its stride itself where that is no multiple of a dense one (the rows of a
+            product that Inductor pads), else 0. Empty: 0 for all.
     """
 
     order: tuple[int, ...]
     gaps: tuple[int, ...]
     dim: int
+    pitches: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, shape: Sequence[Any], strides: Sequence[Any]) -> Layout | None:
         """``shape``, ``strides``: ints or SymInts.
 
-        None for an empty value, and where a size has no hint. Also where the gaps are no whole numbers or depend on a
-        dynamic size: a slice of a dynamic dimension, windows that overlap.
+        None for an empty value, and where a size has no hint. Also for a slice of a dynamic dimension, and windows that
+        overlap.
         """
         hints = [hint(s) for s in strides]
         if None in hints or any(isinstance(n, int) and n == 0 for n in shape):
             return None
         order = sorted((i for i, s in enumerate(hints) if s), key=lambda i: (hints[i], -i))  # type: ignore[operator]
         gaps: list[int] = []
-        step: Any = 1
+        pitches: list[int] = []
+        step: Any = product(1, 1)
         for i in order:
             if isinstance(shape[i], int) and shape[i] == 1:
                 gaps.append(1)
+                pitches.append(0)
                 continue
-            gap = quotient(strides[i], step)
-            if gap is None:
+            gap, stride = quotient(strides[i], step), strides[i]
+            if gap is None and not (isinstance(stride, int) and step.is_Integer and stride > step):
                 return None
-            gaps.append(gap)
-            step = product(strides[i], shape[i])
-        return cls(tuple(order), tuple(gaps), len(shape))
+            gaps.append(gap or 1)
+            pitches.append(0 if gap else stride)
+            step = product(stride, shape[i])
+        return cls(tuple(order), tuple(gaps), len(shape), tuple(pitches) if any(pitches) else ())
 
     def strides(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Strides of a value of this shape, in elements."""
         strides, step = [0] * self.dim, 1
-        for i, gap in zip(self.order, self.gaps, strict=True):
-            strides[i] = step * gap
+        pitches = self.pitches or (0,) * len(self.order)
+        for i, gap, pitch in zip(self.order, self.gaps, pitches, strict=True):
+            strides[i] = pitch or step * gap
             step = strides[i] * max(int(shape[i]), 1)
         return tuple(strides)
 

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 
 from fxoffload.torch_private.dynamo_errors import is_verbose
-from fxoffload.torch_private.symbolic_sizes import hint
+from fxoffload.torch_private.symbolic_sizes import form_of
 
 
 @contextlib.contextmanager
@@ -73,10 +73,9 @@ def with_strides(value: Any, strides: Sequence[Any]) -> Any:
         return value
     env = value.fake_mode.shape_env
     found: list[Any] = [_size_of(s, env) if isinstance(s, str) else s for s in strides]
-    if [hint(s) for s in found] == [hint(s) for s in value.stride()]:
-        return value
     with _fakes_without_guards(value):
-        return value.as_strided(value.shape, found)
+        other = value.as_strided(value.shape, found)
+    return value if form_of(other) == form_of(value) else other
 
 
 def _size_of(text: str, env: Any) -> Any:

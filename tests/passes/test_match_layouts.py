@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.fx as fx
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy
 
 import fxoffload
 from fxoffload.passes.match_layouts import MatchLayouts
@@ -74,7 +75,7 @@ def test_a_result_that_would_lie_otherwise_stays() -> None:
     assert strides(gm) == before and not clones(gm)
 
 
-@pytest.mark.parametrize("why", ["small", "a product", "alone", "backward"])
+@pytest.mark.parametrize("why", ["small", "a product", "alone", "backward", "checkpointed"])
 def test_values_that_are_not_read_so_stay(why: str) -> None:
     sketch = Sketch()
     shape = (8, 64, 64) if why == "small" else SHAPE
@@ -83,6 +84,8 @@ def test_values_that_are_not_read_so_stay(why: str) -> None:
         bias = sketch.op(aten.mul.Tensor, places, 2.0)
     else:
         bias = bias_of(sketch, shape)
+    if why == "checkpointed":
+        bias.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     other = 1.0 if why == "alone" else sketch.input("other", *shape)
     results = [sketch.op(aten.add.Tensor, *((bias, other) if why == "alone" else (other, bias)))]
     if why == "a product":
@@ -107,7 +110,9 @@ class Biased(nn.Module):
         return x.square().sum()
 
 
-def test_a_step_with_a_bias_is_bit_equal_and_right() -> None:
+def test_a_step_with_a_bias_is_bit_equal_and_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, match = [], MatchLayouts.__call__
+    monkeypatch.setattr(MatchLayouts, "__call__", lambda self, gm: counts.append(match(self, gm)))
     torch.manual_seed(0)
     model, x = Biased(), torch.randn(SHAPE)
     places = torch.randint(0, 512, (256, 256))
@@ -119,6 +124,7 @@ def test_a_step_with_a_bias_is_bit_equal_and_right() -> None:
             call(x, places).backward()
         found.append([p.grad for p in model.parameters()])
     expected, kept, offloaded = found
+    assert counts == [1]
     assert all(torch.equal(a, b) for a, b in zip(kept, offloaded, strict=True))
     for a, b in zip(offloaded, expected, strict=True):
         torch.testing.assert_close(a, b)

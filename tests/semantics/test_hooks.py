@@ -128,6 +128,8 @@ def test_hooks_that_give_everything_back_contiguous(inner: str, dynamic: bool, p
         lambda n: torch.randn(n, 1, 4).expand(-1, 3, -1),
         lambda n: torch.randn(n, 1, 4),
         lambda n: torch.randn(n, 3, 4, 1).select(3, 0),
+        lambda n: torch.randn(n, 3, 8)[..., :5],
+        lambda n: torch.randn(n * 3, 8)[:, :5].view(n, 3, 5),
     ],
 )
 def test_layouts(made: Callable[[int], Tensor]) -> None:

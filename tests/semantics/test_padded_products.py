@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch._inductor.fx_passes import pad_mm
 
 import fxoffload
 from fxoffload.compiler import build
+from fxoffload.compiler.fit import Signature
 from tests.capture import rehearsal_options
 
 WORDS, WIDE = 2003, 1027  # Rows of 2,003 bfloat16 numbers become 2,008 long.
@@ -102,3 +104,36 @@ def test_a_backward_that_falls_back_reads_it_so_too(monkeypatch: pytest.MonkeyPa
     assert logits.stride(1) == 2008
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, atol=2e-3, rtol=2e-2)
+
+
+def test_hooks_that_hand_saved_values_back_otherwise() -> None:
+    model, inputs = build_model(), batch(3, 17)
+    run = torch.compile(model, backend="fxoffload", options=rehearsal_options(inner="inductor"))
+    with fxoffload.override_policy("keep_all"):
+        expected, _ = step(model, run, inputs)
+        with torch.autograd.graph.save_on_cpu():
+            found, _ = step(model, run, inputs)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t.contiguous()):
+            again, _ = step(model, run, inputs)
+    for other in (found, again):
+        assert all(torch.equal(a, b) for a, b in zip(other, expected, strict=True))
+
+
+def test_variants_stand_in_for_a_graph_that_returns_padded_logits() -> None:
+    """They come from the graph as it was traced."""
+    made: list[Signature] = []
+    forward = build.Builder.forward
+
+    def record(self: build.Builder, state: Any, kwargs: Any) -> Any:
+        made.append(Signature.of(state.gm, state.gm, 2))
+        built = forward(self, state, kwargs)
+        made.append(Signature.of(state.gm, state.gm, 2))
+        return built
+
+    model, inputs = build_model(), batch(3, 17)
+    with mock.patch.object(build.Builder, "forward", record):
+        run = torch.compile(model, backend="fxoffload", options=rehearsal_options(inner="inductor"))
+        _, logits = step(model, run, inputs)
+    assert logits.stride(1) == 2008
+    before, after = made
+    assert before == after
