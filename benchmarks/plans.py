@@ -113,7 +113,9 @@ class PlanWatch:
 
 def _latest(plans: list[Any]) -> list[Any]:
     """Without the plans of single graphs that a plan of the whole step has replaced."""
-    return [plan for plan in plans if "planned together with other calls" not in plan.summary] or plans
+    from fxoffload.compiler.call_choice import JOINED
+
+    return [plan for plan in plans if JOINED not in plan.summary] or plans
 
 
 class _PlanningLog(logging.Handler):

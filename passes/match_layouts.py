@@ -23,7 +23,7 @@ import torch.fx as fx
 
 from fxoffload.analysis.layer_classes import behind_tangents
 from fxoffload.analysis.repeatable import is_arithmetic
-from fxoffload.analysis.values import extent_bytes, lies_otherwise, tensor_of
+from fxoffload.analysis.values import extent_bytes, has_fixed_sizes, lies_otherwise, tensor_of
 from fxoffload.torch_private.fake_tensors import run_on_fakes
 
 _LEAST_BYTES = 1 << 20
@@ -57,20 +57,16 @@ def _is_read_across(node: fx.Node) -> bool:
 
 def _lies_across(node: fx.Node) -> bool:
     value = tensor_of(node)
-    if value is None or not _has_fixed_sizes(value) or (extent_bytes(value) or 0) < _LEAST_BYTES:
+    if value is None or not has_fixed_sizes(value) or (extent_bytes(value) or 0) < _LEAST_BYTES:
         return False
     return not value.is_contiguous()
 
 
 def _is_contiguous_as_large(node: fx.Node, other: fx.Node) -> bool:
     value, least = tensor_of(node), tensor_of(other)
-    if value is None or least is None or not _has_fixed_sizes(value):
+    if value is None or least is None or not has_fixed_sizes(value):
         return False
     return value.numel() >= least.numel() and value.is_contiguous()
-
-
-def _has_fixed_sizes(value: torch.Tensor) -> bool:
-    return value.layout is torch.strided and all(type(size) is int for size in value.shape)
 
 
 def _match(graph: fx.Graph, node: fx.Node) -> bool:

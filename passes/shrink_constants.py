@@ -21,7 +21,7 @@ import torch
 import torch.fx as fx
 
 from fxoffload.analysis.repeatable import is_arithmetic
-from fxoffload.analysis.values import extent_bytes, lies_otherwise, tensor_of
+from fxoffload.analysis.values import extent_bytes, has_fixed_sizes, lies_otherwise, tensor_of
 from fxoffload.torch_private.fake_tensors import new_fake_like, run_on_fakes
 
 _LEAST_BYTES = 1 << 20
@@ -43,18 +43,18 @@ class ShrinkConstants:
 
 def _is_large(node: fx.Node) -> bool:
     value = tensor_of(node)
-    return value is not None and _has_fixed_sizes(node) and (extent_bytes(value) or 0) >= _LEAST_BYTES
+    return value is not None and has_fixed_sizes(value) and (extent_bytes(value) or 0) >= _LEAST_BYTES
 
 
-def _has_fixed_sizes(node: fx.Node) -> bool:
+def _is_fixed_arithmetic(node: fx.Node) -> bool:
     value = tensor_of(node)
-    return value is not None and all(type(size) is int for size in value.shape)
+    return value is not None and is_arithmetic(node) and has_fixed_sizes(value)
 
 
 def _shrink(graph: fx.Graph, node: fx.Node) -> bool:
     """Whether ``node`` is one element now."""
     readers = list(node.users)
-    if not all(is_arithmetic(u) and _has_fixed_sizes(u) for u in readers):
+    if not all(map(_is_fixed_arithmetic, readers)):
         return False
     value = tensor_of(node)
     assert value is not None

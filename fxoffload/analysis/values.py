@@ -28,6 +28,11 @@ def tensor_of(node: fx.Node) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
+def has_fixed_sizes(value: torch.Tensor) -> bool:
+    """Whether ``value`` is strided and of the same sizes in every call."""
+    return value.layout is torch.strided and all(type(size) is int for size in value.shape)
+
+
 def extent_bytes(value: torch.Tensor) -> int | None:
     """Bytes from the first to one past the last element of a strided tensor; None where a size has no hint.
 

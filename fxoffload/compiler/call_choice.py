@@ -15,7 +15,7 @@ from fxoffload.runtime.tracker.tracked_graph import TrackedGraph
 from fxoffload.runtime.variant import Variants
 from fxoffload.step.choice import Choice
 
-_JOINED = "; since then planned together with other calls of its step"
+JOINED = "; since then planned together with other calls of its step"
 # After as many calls that follow a plan for their step, the graph's own plan is not measured again.
 _FOR_GOOD = 20
 
@@ -79,8 +79,8 @@ class CallChoice:
         if not follows and not self._num_joined:
             return False
         if box is not None and follows != bool(self._num_joined):
-            own = box.plan.summary.removesuffix(_JOINED)
-            box.update(summary=own + _JOINED if follows else own)
+            own = box.plan.summary.removesuffix(JOINED)
+            box.update(summary=own + JOINED if follows else own)
         self._num_joined = self._num_joined + 1 if follows else 0
         if self._num_joined == _FOR_GOOD and box is not None and self.replan is not None:
             self.replan.stop()  # It holds graphs.
