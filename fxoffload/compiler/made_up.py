@@ -27,6 +27,9 @@ from fxoffload.torch_private.symbolic_sizes import hint
 _KNOWN_LIBRARIES = ("aten", "prims", "torch_attn")
 _ASSERTIONS = aten_names("_assert_async _assert_scalar _assert_tensor_metadata sym_constrain_range_for_size")
 _COMPARES = aten_names("eq ne lt le gt ge")
+# Their kernels read the seed and the offset of dropout on the host, unless a CUDA graph is captured. Both are on the
+# CPU, whatever their descriptions say: a pointer to a GPU's memory ends the process.
+_SEEDED_ON_HOST = aten_names("_scaled_dot_product_efficient_attention_backward _efficient_attention_backward")
 _ALIGNED = 16  # elements, of the groups of a grouped product
 # Of random values: of parameters and what else outlives a call (``initializer_range`` of most models), and of
 # activations and gradients, which die in it. A GPU's power depends on the values, and so do its clocks: see
@@ -241,11 +244,16 @@ class MadeUp:
         if key not in places:
             places[key] = len(self._sizes)
             self._sizes.append(0)
-            self._devices.append(device if value.device.type == device.type else torch.device("cpu"))
+            is_there = value.device.type == device.type and not self._is_host_seed(node, value)
+            self._devices.append(device if is_there else torch.device("cpu"))
         place = places[key]
         # Whole numbers of the widest dtype, so that any dtype can view it.
         self._sizes[place] = max(self._sizes[place], -(-(offset + last + 1) * value.element_size() // 16) * 16)
         return _View(place, shape, tuple(strides), offset, value.dtype)  # type: ignore[arg-type]
+
+    def _is_host_seed(self, node: fx.Node, value: torch.Tensor) -> bool:
+        readers = (op_name(call_of(r)[0]) for r in node.users if r in self._inside and r.op == "call_function")
+        return value.ndim == 0 and _is_integer(value) and any(name in _SEEDED_ON_HOST for name in readers)
 
     def _fill(self, node: fx.Node) -> Callable[[int, torch.device], torch.Tensor] | None:
         """Makes the values of an integer input; None: they are zero, or random."""

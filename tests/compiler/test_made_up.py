@@ -287,3 +287,22 @@ def test_under_fake_tensors() -> None:
 
         with HostMeter().undisturbed():
             assert type(made_up(gm)[0]) is Tensor
+
+
+def test_the_seed_of_efficient_attention_is_read_on_the_host() -> None:
+    """Its description says otherwise; a pointer to a GPU's memory would end the process."""
+
+    def attend(q: Tensor) -> Tensor:
+        out, lse, seed, offset = aten._scaled_dot_product_efficient_attention(q, q, q, None, True, 0.1)
+        return aten._scaled_dot_product_efficient_attention_backward(
+            q, q, q, q, None, out, lse, seed, offset, 0.1, [True, True, True, False]
+        )[0]
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        gm = make_fx(attend)(torch.empty(2, 4, 64, 32, dtype=torch.bfloat16, device="cuda"))
+    backward = next(n for n in gm.graph.nodes if "backward" in str(n.target))
+    seeds = backward.args[7:9]
+    assert [n.meta["val"].device.type for n in seeds] == ["cuda"] * 2
+    made = MadeUp(backward.all_input_nodes, [backward], torch.device("cuda"))
+    where = {n: d.type for n, d in zip(backward.all_input_nodes, made._devices, strict=True)}
+    assert {n: "cpu" if n in seeds else "cuda" for n in where} == where
