@@ -31,6 +31,13 @@ def argument_key(value: Any, of_node: Callable[[fx.Node], Hashable]) -> Hashable
     return (type(value).__name__, value) if isinstance(value, _PLAIN) else Same(value)
 
 
+def cost_arguments(node: fx.Node) -> tuple[Any, ...]:
+    """The arguments on which time and memory of ``node`` depend. Layers with dropout look up a seed each, one number
+    apart: which one does not matter."""
+    is_lookup = getattr(node.target, "_opname", "") == "inductor_lookup_seed"
+    return node.args[:1] if is_lookup else (node.args, node.kwargs)
+
+
 class Same:
     """Compares by identity and keeps the object alive, so that its address is not reused."""
 

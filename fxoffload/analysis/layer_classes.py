@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fxoffload.analysis.argument_key import argument_key
+from fxoffload.analysis.argument_key import argument_key, cost_arguments
 from fxoffload.analysis.labels import LAYER_KEY
 from fxoffload.analysis.op_costs import op_name, tensors_of
 from fxoffload.analysis.values import extent_bytes
@@ -286,7 +286,7 @@ class Joint:
             if self._merged[node] is not node:
                 rows.append(layer.place.get(self._merged[node]))
                 continue
-            arguments = argument_key((node.args, node.kwargs), lambda n: self._place(n, layer))
+            arguments = argument_key(cost_arguments(node), lambda n: self._place(n, layer))
             leaves = self._base[node] is node and self.leaves(node, layer)
             readers = tuple(str(u.target) for u in self.backward_readers(node, layer))
             rows.append(

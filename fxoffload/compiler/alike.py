@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.fx as fx
 
-from fxoffload.analysis.argument_key import argument_key
+from fxoffload.analysis.argument_key import argument_key, cost_arguments
 from fxoffload.analysis.segmentation import Segment
 from fxoffload.torch_private.storages import storage_key
 from fxoffload.torch_private.symbolic_sizes import hint
@@ -42,7 +42,7 @@ def _signature(segment: Segment, marked: Collection[str]) -> Hashable:
     ops = tuple(
         (
             n.target,
-            argument_key((n.args, n.kwargs), lambda value: number.get(value, value.name)),
+            argument_key(cost_arguments(n), lambda value: number.get(value, value.name)),
             _shape(n),
             n.name in marked,
             # Who reads it outside decides whether it is written at all.

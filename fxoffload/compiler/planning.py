@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -43,7 +43,8 @@ _WORTH = 0.05
 # of the least peak is not refused on paper, if the device reports the memory that steps take.
 TELLING_DEVICE_TYPES = ("cuda",)
 _TOO_LARGE = 0.25
-# Points of a frontier that is drawn, and of one that is not shown: each is planned for, which takes seconds.
+# Points of a frontier that is drawn, and of a plan that is to be compiled: its own and plain Inductor's. Each of the
+# others is planned for, which takes seconds.
 DRAWN_POINTS = 7
 FEW_POINTS = 2
 
@@ -82,7 +83,8 @@ class Planning:
         partition: partitions (a copy of) it.
         recompute: "auto", or the level to plan with.
         scheduling: keyword arguments of every ``Scheduler``.
-        num_points: of the plan's frontier, two or more: the smallest budget, plain Inductor's peak, and some between.
+        num_points: of the plan's frontier: two are its own and plain Inductor's, more have the smallest budget and some
+            between.
         checkpointed: ``joint`` with the tags of activation checkpointing that the plan replaces; None: there are none.
 
     Attributes:
@@ -301,7 +303,14 @@ class Planning:
         if self.limit_bytes is not None and found.peak_bytes > self.limit_bytes:
             more = format_bytes(found.peak_bytes - self.limit_bytes)
             gain = f"by estimate the least that was found takes {more} more, which its steps will tell: {gain}"
-        frontier = self._frontier(search, best, () if best.scheduler.fixed else (baseline,))
+        plain = () if best.scheduler.fixed else (baseline,)
+        if self.num_points > FEW_POINTS:
+            frontier = self._frontier(search, best, plain)
+            smallest_bytes = frontier[0].budget_bytes
+        else:
+            frontier = self._points((s.peak_bytes, s) for s in (found, *plain))
+            least = _simulation(search.least()).peak_bytes + self.library_bytes
+            smallest_bytes = min(least, frontier[0].budget_bytes)
         plan = describe_plan(
             best.partitioning,
             best.schedule,
@@ -311,7 +320,7 @@ class Planning:
             objective=self.objective,
             device=self.rates.profile.title,
             summary=f"{aim_of(self.objective)}: {gain}",
-            smallest_budget_bytes=frontier[0].budget_bytes,
+            smallest_budget_bytes=smallest_bytes,
             frontier=frontier,
         )
         return GraphPlanning(best.partitioning, best.schedule, best.scheduler, plan, self._first(best), base)
@@ -337,8 +346,12 @@ class Planning:
         for one in (smallest, best, *between):
             if one is not None:
                 found.append((one.limit_bytes or _simulation(one).peak_bytes, _simulation(one)))
+        return self._points(found)
+
+    def _points(self, found: Iterable[tuple[int, Simulation]]) -> tuple[FrontierPoint, ...]:
+        """``found``: steps, with the graph's part of the budget that each is for."""
         return frontier_of(
-            FrontierPoint(budget + self.library_bytes, one.peak_bytes, one.step_ms) for budget, one in found
+            FrontierPoint(limit + self.library_bytes, step.peak_bytes, step.step_ms) for limit, step in found
         )
 
     def _first(self, best: Try) -> Schedule | None:

@@ -134,11 +134,12 @@ class Recalibration(ABC):
         self._schedule = now
         predicted, plan = Prediction.of(now.simulation), self._box.plan
         frontier = in_measured_time(plan, predicted, baseline)
+        is_smallest = bool(plan.frontier) and plan.frontier[0].budget_bytes <= plan.smallest_budget_bytes
         self._box.update(
             predicted=predicted,
             baseline=baseline,
             frontier=frontier,
-            smallest_budget_bytes=frontier[0].budget_bytes if frontier else plan.smallest_budget_bytes,
+            smallest_budget_bytes=frontier[0].budget_bytes if is_smallest else plan.smallest_budget_bytes,
             floors=tuple(floors_of(self.step, now.simulation)),
             simulation=now.simulation,
             basis=basis,

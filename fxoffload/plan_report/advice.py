@@ -114,6 +114,11 @@ def on_less_memory(plan: Plan) -> Iterator[str]:
             f"less memory: activation_budget={p.budget_bytes} ({format_bytes(p.budget_bytes)} instead of "
             f"{format_bytes(now)}) takes {p.step_ms:.1f} ms, {slower:+.1f} % over plain Inductor"
         )
+    elif plan.smallest_budget_bytes < now and format_bytes(plan.smallest_budget_bytes) != format_bytes(now):
+        yield (
+            f"less memory: budgets down to {format_bytes(plan.smallest_budget_bytes)} are met "
+            f"(activation_budget={plan.smallest_budget_bytes}); fxoffload.plan() says what each costs"
+        )
 
 
 def on_masks(plan: Plan) -> Iterator[str]:

@@ -143,13 +143,14 @@ class PlanData:
         calibrated_baseline: the same with measured segment times; None before.
         checkpointing: the step with the model's own activation checkpointing, which the plan replaces, before anything
             ran; None where there is none, or the plan obeys it.
-        smallest_budget_bytes: the smallest ``activation_budget`` that was planned for and met. Where nothing is done:
+        smallest_budget_bytes: the smallest ``activation_budget`` that a plan was found to meet. Where nothing is done:
             plain Inductor's peak.
         decisions: the actions on the values that the forward saves.
         floors: memory at the peak under every plan, with its bytes and advice.
         summary: why this plan.
         frontier: budgets that can be asked for, ascending, with their plans' peaks and times: this plan's and plain
-            Inductor's peak, the smallest budget and, from ``fxoffload.plan()``, some between. Empty: none was planned.
+            Inductor's peak; from ``fxoffload.plan()``, also the smallest budget and some between. Empty: none was
+            planned.
         measured_peak_bytes: most bytes of steps not used to calibrate; None before there are any.
         measured_step_ms: their time; None before.
         measured_exposed_ms: time in them that compute waited for copies; None before.
