@@ -102,6 +102,17 @@ def _t5(case: Case) -> dict[str, Any]:
     }
 
 
+def _gpt2(case: Case) -> dict[str, Any]:
+    return {
+        "vocab_size": case.vocab,
+        "n_embd": case.hidden,
+        "n_inner": case.ffn,
+        "n_layer": case.layers,
+        "n_head": case.heads,
+        "n_positions": case.seq,
+    }
+
+
 def _case(name: str, layers: int, seq: int, hidden: int, ffn: int, heads: str, vocab: int, **more: Any) -> Case:
     """``heads``: "queries/keys of width"; ``more``: other fields of ``Case``."""
     counts, width = heads.split(" of ")
@@ -163,6 +174,8 @@ STOCK_MODELS = {
             IMAGE_TEXT,
             WITHOUT_PACKING,
         ),
+        # GPT-2, all of it: the smallest model that newcomers try, with dropout and 50,257 words, no multiple of 8.
+        StockModel("GPT2Config", _case("gpt2", 12, 1024, 768, 3072, "12/12 of 64", 50_257, batch=16), _gpt2),
         # T5 v1.1 large: encoder and decoder of 24 layers each; labels are a quarter as long as the input.
         StockModel(
             "T5Config",

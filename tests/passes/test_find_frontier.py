@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+import fxoffload
 from fxoffload.analysis import find_frontier
 from fxoffload.analysis.find_frontier import FindFrontier, LayerClass, RecomputePoint
 from fxoffload.analysis.labels import LAYER_KEY
@@ -291,6 +292,19 @@ def test_layers_of_one_structure_are_solved_once() -> None:
     assert c.name_at("layers.0", 0) != c.name_at("layers.3", 0)
     names = [saved_names(c, label, c.points[0]) for label in c.layers]
     assert len({name for n in names for name in n}) == 6 * len(c.points[0].saved)
+
+
+def test_layers_that_look_up_seeds_of_their_own_are_of_one_structure(monkeypatch: pytest.MonkeyPatch) -> None:
+    find, found = FindFrontier.__call__, []
+
+    def spy(self: FindFrontier, gm: fx.GraphModule) -> tuple[LayerClass, ...]:
+        assert sum("inductor_lookup_seed" in str(n.target) for n in gm.graph.nodes) == 3, "not what this is about"
+        found.append(find(self, gm))
+        return found[-1]
+
+    monkeypatch.setattr(FindFrontier, "__call__", spy)
+    fxoffload.plan(support.Stack(3, dropout=0.2), example_args=(support.batch(),), min_bytes=1)
+    assert [len(c.layers) for c in found[0]] == [1, 2]  # nothing is saved before the first one
 
 
 # -- a user's policy ---------------------------------------------------------------------------------------------------
