@@ -32,6 +32,7 @@ _BETTER = 0.003
 _FAR_LONGER = 1.5
 # Pinning more host memory has to gain this part of the peak.
 _WORTH_PINNING = 0.05
+_UNLIMITED = 1 << 62
 
 
 class Recalibration(ABC):
@@ -202,7 +203,12 @@ class Recalibration(ABC):
         if self._limit is not None:
             return scheduler.least_time(self._limit)
         assert self._objective.max_slowdown is not None
-        return scheduler.least_peak(self._objective.most_ms(baseline.step_ms))
+        found = scheduler.least_peak(self._objective.most_ms(baseline.step_ms))
+        if found is not None:
+            return found
+        # The compiled graphs alone take longer than that, whatever moves. What moves should cost nothing more.
+        fastest = scheduler.least_time(_UNLIMITED)
+        return fastest and (scheduler.least_peak((1 + _BETTER) * fastest.simulation.step_ms) or fastest)
 
     def _is_better(self, found: Schedule, now: Schedule, baseline: Prediction) -> bool:
         mine, other = now.simulation, found.simulation

@@ -91,7 +91,10 @@ def times(step: TrainingStep, factor: float = 1.0) -> dict[str, dict[str, float]
 class Followed:
     """A planned chain, as a compiled graph would be followed."""
 
-    def __init__(self, objective: Objective, clocks: list[FakeClock], step: TrainingStep | None = None) -> None:
+    def __init__(
+        self, objective: Objective, clocks: list[FakeClock], step: TrainingStep | None = None, *, plain: float = 1.0
+    ) -> None:
+        """``plain``: the part of the graph's time that plain Inductor takes, which recomputes less."""
         self.step = chain(8, 8 * MIB) if step is None else step
         self.scheduler = Scheduler(self.step, rates())
         keep = self.scheduler.keep_all()
@@ -107,7 +110,9 @@ class Followed:
             device="h200",
             summary=aim_of(objective),
             predicted=Prediction.of(found.simulation),
-            baseline=Prediction.of(keep),
+            baseline=Prediction.of(
+                replace(keep, forward_ms=plain * keep.forward_ms, backward_ms=plain * keep.backward_ms)
+            ),
             smallest_budget_bytes=0,
             activation_budget=objective.budget_bytes,
             max_slowdown=objective.max_slowdown,
@@ -166,6 +171,20 @@ def test_times_that_make_the_plan_too_slow() -> None:
     assert plan.calibrated_baseline is not None
     assert plan.calibrated_baseline.step_ms == pytest.approx(plan.baseline.step_ms * 0.1)
     assert plan.predicted.step_ms == pytest.approx(followed.schedule.simulation.step_ms)
+
+
+def test_a_graph_that_is_too_slow_whatever_moves() -> None:
+    """Copies that are exposed would make it slower still."""
+    step = chain(8, 8 * MIB)
+    fast = times(step, 0.1)
+    followed = Followed(Objective(None, 0.02), [FakeClock(fast), FakeClock(fast)], step, plain=0.9)
+    assert any(followed.schedule.offload)
+    followed.replan.poll()
+    plan = followed.box.plan
+    assert plan.calibrated is not None and plan.calibrated_baseline is not None
+    keeps = followed.scheduler.with_step(measured_step(step, fast), None).keep_all().step_ms  # type: ignore[arg-type]
+    assert keeps > 1.02 * plan.calibrated_baseline.step_ms
+    assert plan.calibrated.step_ms <= 1.003 * keeps
 
 
 @pytest.mark.parametrize(("factor", "room", "more"), [(1.4, 1 << 60, False), (1.6, 1 << 60, True), (1.6, 1, False)])
