@@ -33,7 +33,7 @@ def test_a_stock_gpt2(dynamic: bool) -> None:
     torch.compiler.reset()
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(GPT2Config(n_layer=3), dtype=torch.bfloat16).to("cuda").train()
-    options = {"policy": "offload_all"} if dynamic else {}
+    options: dict[str, Any] = {"policy": "offload_all"} if dynamic else {}
     with deterministic(), inductor_config.patch(force_shape_pad=True):  # else it depends on a race of two kernels
         run = torch.compile(model, backend="fxoffload", dynamic=dynamic, options=options)
         for rows, length in ((4, 512), (3, 384)) if dynamic else ((4, 512),):
