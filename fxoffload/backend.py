@@ -65,6 +65,7 @@ def _compile(
     # Imported here: Inductor takes seconds to import, and plain `import fxoffload` should not.
     from fxoffload.compiler.graph_inputs import GraphInputs
     from fxoffload.compiler.plain import compile_plain
+    from fxoffload.compiler.planning import NotWorthItError
     from fxoffload.compiler.session import CompileSession
     from fxoffload.torch_private.aot_autograd import aot_config_patch
     from fxoffload.torch_private.inductor import compile_fx, inductor_config
@@ -79,6 +80,8 @@ def _compile(
     else:
         device = _device_to_offload(example_inputs, chosen)
     inner: Any = None  # whole graphs, by Inductor
+    plain = functools.partial(compile_plain, inner=chosen.inner)
+    plain_patches = dict(patches)
     session, asked = None, chosen.activation_budget
     if device is not None and torch.is_grad_enabled():
         if isinstance(asked, str):
@@ -91,13 +94,18 @@ def _compile(
         patches["custom_partitioner_fn"] = session.partitioner(base)
         inner = session.inner_compile
     elif chosen.inner != "inductor":
-        inner = functools.partial(compile_plain, inner=chosen.inner)
+        inner = plain
     if inner is None:
         return UNCOMPILED.counted(compile_fx(gm, example_inputs, config_patches=patches))  # type: ignore[arg-type]
     with aot_config_patch(), gc_paused():  # compiling makes millions of objects that live until its end
         try:
             with working("compiling a graph"):
                 found = compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)
+        except NotWorthItError as error:
+            session, box = None, error.box  # a plan that says why
+            with working("compiling a graph as plain Inductor has it"):
+                found = compile_fx(gm, example_inputs, inner_compile=plain, config_patches=plain_patches)
+            found._fxoffload_plan = box  # type: ignore[union-attr]  # it is listed as long as the code is there
         except BudgetError as error:
             if device is None or not isinstance(asked, str):
                 raise

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch.fx as fx
@@ -20,6 +21,7 @@ from fxoffload.errors import BudgetError
 from fxoffload.machine.estimate_error import describe_error
 from fxoffload.passes.checkpointed import clear_checkpointing, num_checkpointed
 from fxoffload.plan_report.plan import Plan
+from fxoffload.plan_report.registry import PlanBox
 from fxoffload.plan_report.summary import aim_of, gain_of
 from fxoffload.planner.frontier import frontier_of
 from fxoffload.planner.objective import Objective
@@ -38,7 +40,7 @@ LIBRARY_BYTES = 64 << 20
 # Bytes that tuning Triton's kernels takes in the first step (copies of outputs, a buffer to empty the cache with).
 TUNING_BYTES = 256 << 20
 # A plan that saves less than this part of the peak is not worth its cuts.
-_WORTH = 0.05
+WORTH = 0.05
 # Estimates of peaks have been a fifth too large on stock models. So a budget that is missed by no more than this part
 # of the least peak is not refused on paper, if the device reports the memory that steps take.
 TELLING_DEVICE_TYPES = ("cuda",)
@@ -62,6 +64,7 @@ class GraphPlanning:
         checkpointed: the partitioning under the model's own activation checkpointing, which the plan replaces; None:
             there is none, or it is obeyed.
         checkpointing: the cost of activation checkpointing that is obeyed, in words; "" where there is none.
+        describe_plain: the plan that does nothing, with a given summary; None: it is that one, or must not be.
     """
 
     partitioning: Partitioning
@@ -73,6 +76,19 @@ class GraphPlanning:
     objective: Objective = field(default_factory=Objective)
     checkpointed: Partitioning | None = None
     checkpointing: str = ""
+    describe_plain: Callable[[str], Plan] | None = None
+
+
+class NotWorthItError(Exception):
+    """By what was measured, a plan gains too little. The graph is to be compiled as plain Inductor has it.
+
+    Attributes:
+        box: the plan that says so.
+    """
+
+    def __init__(self, box: PlanBox) -> None:
+        super().__init__(box.plan.summary)
+        self.box = box
 
 
 class Planning:
@@ -267,7 +283,12 @@ class Planning:
     ) -> GraphPlanning:
         # Each point takes seconds, and training draws none.
         frontier = self._frontier(search, None, (baseline,)) if self.num_points > FEW_POINTS else ()
-        plan = describe_plan(
+        return GraphPlanning(base, None, None, self._describe_plain(base, baseline, frontier, summary))
+
+    def _describe_plain(
+        self, base: Partitioning, baseline: Simulation, frontier: tuple[FrontierPoint, ...], summary: str
+    ) -> Plan:
+        return describe_plan(
             base,
             None,
             None,
@@ -279,18 +300,13 @@ class Planning:
             smallest_budget_bytes=frontier[0].budget_bytes if frontier else baseline.peak_bytes,
             frontier=frontier,
         )
-        return GraphPlanning(base, None, None, plan)
 
     def _finish(self, best: Try, base: Partitioning, baseline: Simulation, search: RecomputeSearch) -> GraphPlanning:
         found = _simulation(best)
         slowdown = found.step_ms / baseline.step_ms - 1 if baseline.step_ms else 0.0
         saved = 1 - found.peak_bytes / baseline.peak_bytes if baseline.peak_bytes else 0.0
-        if self.objective.budget_bytes is None and saved < _WORTH and not best.scheduler.fixed:
-            summary = (
-                f"at most {100 * (self.objective.max_slowdown or 0):.3g} % slowdown would save {100 * saved:.1f} % of "
-                f"{format_bytes(baseline.peak_bytes)}: not worth it, plain Inductor stays"
-            )
-            return self._nothing(base, baseline, summary, search)
+        if self.objective.budget_bytes is None and saved < WORTH and not best.scheduler.fixed:
+            return self._nothing(base, baseline, not_worth_it(self.objective, saved, baseline.peak_bytes), search)
         if self.objective.budget_bytes is not None:
             bound = self.objective.max_slowdown
             if bound is not None and slowdown > bound:
@@ -323,7 +339,11 @@ class Planning:
             smallest_budget_bytes=smallest_bytes,
             frontier=frontier,
         )
-        return GraphPlanning(best.partitioning, best.schedule, best.scheduler, plan, self._first(best), base)
+        is_free = self.objective.budget_bytes is None and not best.scheduler.fixed
+        plain_plan = partial(self._describe_plain, base, baseline, ()) if is_free else None
+        return GraphPlanning(
+            best.partitioning, best.schedule, best.scheduler, plan, self._first(best), base, describe_plain=plain_plan
+        )
 
     def _frontier(
         self, search: RecomputeSearch, best: Try | None, plain: tuple[Simulation, ...]
@@ -358,6 +378,14 @@ class Planning:
         if self.limit_bytes is None or self.settings.device.type != "cuda":
             return None
         return schedule_of_first_step(best.scheduler, self.limit_bytes - TUNING_BYTES)
+
+
+def not_worth_it(objective: Objective, saved: float, baseline_bytes: int) -> str:
+    """The summary of a plan that does nothing. ``saved``: the part of ``baseline_bytes`` that another would save."""
+    return (
+        f"at most {100 * (objective.max_slowdown or 0):.3g} % slowdown would save {100 * saved:.1f} % of "
+        f"{format_bytes(baseline_bytes)}: not worth it, plain Inductor stays"
+    )
 
 
 def too_small(

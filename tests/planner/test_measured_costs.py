@@ -20,6 +20,7 @@ from fxoffload.errors import BudgetError
 from fxoffload.machine import op_times
 from fxoffload.machine.meters import HostMeter, Meter, Work
 from fxoffload.planner.rates import ProfileRates
+from fxoffload.runtime.engine import engine_for
 from tests.capture import Block, example_input
 from tests.planner.test_planning import compiled, middle, only_graph, plan_of, scenario, tower, what_others_left
 from tests.planner.test_replan import following
@@ -240,6 +241,32 @@ def test_segments_run_before_the_first_step(measure_with: Callable[[Meter], None
     num_rounds = 2 * len(plan.simulation.boundaries)
     assert meter.runs.count("once") == stats.num_segments_measured + num_rounds + stats.num_ops_measured
     assert "ran on this device before the first step" in str(plan)
+
+
+def test_a_plan_that_gains_nothing_by_what_was_measured_is_not_followed(
+    measure_with: Callable[[Meter], None],
+) -> None:
+    """Segments that take next to no time hide no copy."""
+    measure_with(Told(segment_ms=1e-6))
+    model, x = tower(), example_input()
+    call = compiled(model, max_slowdown=0.02, recompute="default")
+
+    def gradients(run: Callable[[Tensor], Tensor]) -> dict[str, Tensor | None]:
+        model.zero_grad()
+        run(x).square().mean().backward()
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    found = gradients(call)
+    (plan,) = fxoffload.plans()
+    assert plan.summary.endswith("not worth it, plain Inductor stays, by what was measured")
+    assert plan.predicted == plan.baseline
+    assert not any(d.action == "offload" for d in plan.decisions)
+    stats = fxoffload.stats()
+    assert (stats.num_plain_graphs, stats.bytes_offloaded) == (1, 0)
+    assert stats.num_segments_measured > 0
+    assert "not worth it" in str(fxoffload.explain())
+    torch.testing.assert_close(found, gradients(model))  # whose operators are not Inductor's
+    assert engine_for(torch.device("cpu")).host_bytes_reserved() == 0
 
 
 @pytest.mark.slow
