@@ -80,7 +80,7 @@ def _compile(
     else:
         device = _device_to_offload(example_inputs, chosen)
     inner: Any = None  # whole graphs, by Inductor
-    plain = functools.partial(compile_plain, inner=chosen.inner)
+    plain: Any = functools.partial(compile_plain, inner=chosen.inner)
     plain_patches = dict(patches)
     session, asked = None, chosen.activation_budget
     if device is not None and torch.is_grad_enabled():
