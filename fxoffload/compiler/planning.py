@@ -80,7 +80,7 @@ class GraphPlanning:
 
 
 class NotWorthItError(Exception):
-    """By what was measured, a plan gains too little. The graph is to be compiled as plain Inductor has it.
+    """A plan gains too little with measured segments. The graph is to be compiled as plain Inductor has it.
 
     Attributes:
         box: the plan that says so.
