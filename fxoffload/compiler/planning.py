@@ -99,8 +99,8 @@ class Planning:
         partition: partitions (a copy of) it.
         recompute: "auto", or the level to plan with.
         scheduling: keyword arguments of every ``Scheduler``.
-        num_points: of the plan's frontier: two are its own and plain Inductor's, more have the smallest budget and some
-            between.
+        num_points: of the plan's frontier: two are its own and plain Inductor's (if it may be had, and is no worse), more
+            have the smallest budget and some between.
         checkpointed: ``joint`` with the tags of activation checkpointing that the plan replaces; None: there are none.
 
     Attributes:
@@ -324,9 +324,11 @@ class Planning:
             frontier = self._frontier(search, best, plain)
             smallest_bytes = frontier[0].budget_bytes
         else:
-            frontier = self._points((s.peak_bytes, s) for s in (found, *plain))
-            least = _simulation(search.least()).peak_bytes + self.library_bytes
-            smallest_bytes = min(least, frontier[0].budget_bytes)
+            own_bytes = max(best.limit_bytes or 0, found.peak_bytes)
+            frontier = self._points([(own_bytes, found), *((s.peak_bytes, s) for s in plain)])
+            known = [_simulation(search.least()).peak_bytes, *([] if best.limit_bytes is None else [own_bytes])]
+            is_exceeded = self.limit_bytes is not None and found.peak_bytes > self.limit_bytes
+            smallest_bytes = (own_bytes if is_exceeded else min(known)) + self.library_bytes
         plan = describe_plan(
             best.partitioning,
             best.schedule,

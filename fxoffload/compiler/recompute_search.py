@@ -184,21 +184,27 @@ class RecomputeSearch:
             yield Try(*known, schedule=aim(scheduler))
 
     def least(self) -> Try:
-        """The choice and schedule of the least peak, however long it takes. As a budget, ``within`` meets that peak."""
-        tries = [*self._at_level(Scheduler.smallest)]
-        if self._choices is not None:
-            tries += [t for t in [self._least(self._choices, Scheduler.smallest)] if t is not None]
-            tries += [
-                Try(*pair, schedule=pair[1].smallest()) for pair in self._partitioned.values() if pair is not None
-            ]
-        found = smallest(tries)
+        """The choice and schedule of the least peak, of choices that ``within`` always tries: it meets that peak as a
+        budget. Others that were partitioned here may take less, but need not be tried again."""
+        found = smallest(self._always_tried())
         assert found is not None
         return found
 
+    def _always_tried(self) -> list[Try]:
+        tries = [*self._at_level(Scheduler.smallest)]
+        if self._choices is not None:
+            obeyed = self._partitioned.get(_CHECKPOINTED)
+            tries += [t for t in [self._least(self._choices, Scheduler.smallest)] if t is not None]
+            tries += [] if obeyed is None else [Try(*obeyed, schedule=obeyed[1].smallest())]
+        return tries
+
     def smallest(self) -> Try:
         """The choice and schedule of the least peak that ``within`` finds when it is asked for that peak."""
-        least = self.least()
-        assert least.schedule is not None
+        tries = self._always_tried()
+        if self._choices is not None:
+            tries += [Try(*p, schedule=p[1].smallest()) for p in self._partitioned.values() if p is not None]
+        least = smallest(tries)
+        assert least is not None and least.schedule is not None
         limit = least.schedule.simulation.peak_bytes
         for _ in range(_MAX_RAISES):
             tries = self.within(limit)
@@ -214,7 +220,7 @@ class RecomputeSearch:
     # -- for a slowdown ------------------------------------------------------------------------------------------------
 
     def as_fast(self, most_ms: float, baseline: Simulation) -> list[Try]:
-        """Choices with their schedules of the least peak that take at most ``most_ms``."""
+        """Choices with their schedules of the least peak that take at most ``most_ms``; longer only where all do."""
 
         def aim(scheduler: Scheduler) -> Schedule | None:
             found = scheduler.least_peak(most_ms)
@@ -226,10 +232,10 @@ class RecomputeSearch:
         tries = list(self._at_level(aim))
         if self._choices is not None:
             tries.extend(self._solved_as_fast(self._choices, most_ms, baseline.step_ms, aim))
-            best = smallest(tries)
+            best = smallest([t for t in tries if t.ms <= most_ms])
             if best is not None and best.schedule is not None:
                 tries.extend(self._faster_at(self._choices, best.schedule.simulation.peak_bytes, most_ms))
-        return tries
+        return [t for t in tries if t.ms <= most_ms] or tries
 
     def _faster_at(self, choices: Choices, limit_bytes: int, most_ms: float) -> Iterator[Try]:
         """One more choice, within the peak that was reached: to get there, all the time that was allowed may have gone,

@@ -27,7 +27,6 @@ from fxoffload.tell import warn
 
 log = logging.getLogger(__name__)
 
-_UNLIMITED = 1 << 62
 # By this part of plain Inductor's time a larger call may be slower than the planned one, before it gets a variant.
 _CLEARLY_SLOWER = 0.05
 # Where nothing was worth doing, it may be for a call that takes this many times the memory.
@@ -60,7 +59,7 @@ class SizedPlan:
             return scheduler.least_time(limit - spare_bytes)
         assert self.objective.max_slowdown is not None
         found = scheduler.least_peak(self.objective.most_ms(self._plain(sizes).compute_ms))
-        return found or scheduler.least_time(_UNLIMITED)
+        return found or scheduler.least_peak_without_waits()
 
     def limit_at(self, sizes: Sizes) -> int | None:
         """The budget for calls of these sizes: where it is activation checkpointing's peak, it depends on them."""

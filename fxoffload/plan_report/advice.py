@@ -85,7 +85,7 @@ def on_exceeded_budget(plan: Plan) -> Iterator[str]:
     if budget is not None and peak is not None and peak > budget:
         yield (
             f"steps exceed the activation_budget of {format_bytes(budget)} by {format_bytes(peak - budget)}: "
-            f"activation_budget={peak} is what they take; the smallest budget that was planned for is "
+            f"activation_budget={peak} is what they take; the smallest budget that was found is "
             f"{format_bytes(plan.smallest_budget_bytes)}"
         )
 
@@ -114,7 +114,11 @@ def on_less_memory(plan: Plan) -> Iterator[str]:
             f"less memory: activation_budget={p.budget_bytes} ({format_bytes(p.budget_bytes)} instead of "
             f"{format_bytes(now)}) takes {p.step_ms:.1f} ms, {slower:+.1f} % over plain Inductor"
         )
-    elif plan.smallest_budget_bytes < now and format_bytes(plan.smallest_budget_bytes) != format_bytes(now):
+    elif (
+        plan.frontier
+        and plan.smallest_budget_bytes < now
+        and format_bytes(plan.smallest_budget_bytes) != format_bytes(now)
+    ):
         yield (
             f"less memory: budgets down to {format_bytes(plan.smallest_budget_bytes)} are met "
             f"(activation_budget={plan.smallest_budget_bytes}); fxoffload.plan() says what each costs"

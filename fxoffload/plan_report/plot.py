@@ -118,7 +118,7 @@ def _draw_frontier(axes: Axes, plan: PlanData) -> None:
             [p.step_ms for p in points], [p.peak_bytes / _GIB for p in points], ".-", color="tab:blue", label="frontier"
         )
     base = plan.baseline
-    # As predicted, plain Inductor and the plan lie on the curve.
+    # Plain Inductor lies on the curve. So does the plan, if its memory as a budget is not planned for otherwise.
     for found, marker, size, fill, label in (
         (base, "s", 6, "full", "plain Inductor"),
         (plan.predicted, "*", 12, "full", "this plan"),

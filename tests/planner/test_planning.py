@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch._guards import TracingContext, tracing
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -215,6 +216,7 @@ def test_budgets() -> None:
         assert planned.plan.activation_budget == budget
         assert planned.plan.baseline == baseline
         assert planned.plan.smallest_budget_bytes <= error.smallest_bytes
+        found.plan(planned.plan.smallest_budget_bytes)  # nothing is raised
         # To what drafts differ from what their choices promise.
         assert planned.plan.predicted_step_ms <= before * 1.03
         before = planned.plan.predicted_step_ms
@@ -222,6 +224,30 @@ def test_budgets() -> None:
     assert plain.schedule is None
     assert "nothing is done" in plain.plan.summary
     assert plain.plan.predicted == baseline
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", [{}, {"slowdown": 0.3}, {"recompute": "cheap"}])
+def test_a_compiled_plan_names_a_smallest_budget_that_is_met(objective: dict[str, Any]) -> None:
+    found = recorded("tower")
+    plan = found.plan(**objective).plan
+    assert len(plan.frontier) <= 2
+    smallest = plan.smallest_budget_bytes
+    asked = found.plan(smallest, recompute=objective.get("recompute", "auto")).plan
+    assert asked.predicted_peak_bytes <= smallest == asked.smallest_budget_bytes
+
+
+@pytest.mark.slow
+def test_a_choice_that_another_search_does_not_make_is_no_smallest_budget() -> None:
+    """Within this budget BERT was partitioned once in a way that takes less than the least that is always tried."""
+    config = transformers.BertConfig(num_hidden_layers=3, vocab_size=2000)
+    with torch.device("meta"):
+        model = transformers.AutoModelForMaskedLM.from_config(config, dtype=torch.bfloat16).train()
+    words = torch.zeros(4, 512, dtype=torch.long, device="meta")
+    kwargs = {"input_ids": words, "labels": words}
+    with mock.patch.object(planning, "DRAWN_POINTS", planning.FEW_POINTS):
+        smallest = fxoffload.plan(model, kwargs, activation_budget=485_000_000).smallest_budget_bytes
+        assert fxoffload.plan(model, kwargs, activation_budget=smallest).predicted.peak_bytes <= smallest
 
 
 @pytest.mark.slow

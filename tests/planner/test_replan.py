@@ -185,6 +185,7 @@ def test_a_graph_that_is_too_slow_whatever_moves() -> None:
     keeps = followed.scheduler.with_step(measured_step(step, fast), None).keep_all().step_ms  # type: ignore[arg-type]
     assert keeps > 1.02 * plan.calibrated_baseline.step_ms
     assert plan.calibrated.step_ms <= 1.003 * keeps
+    assert 0 < plan.calibrated.bytes_offloaded < plan.predicted.bytes_offloaded
 
 
 @pytest.mark.parametrize(("factor", "room", "more"), [(1.4, 1 << 60, False), (1.6, 1 << 60, True), (1.6, 1, False)])
