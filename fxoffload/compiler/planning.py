@@ -99,8 +99,8 @@ class Planning:
         partition: partitions (a copy of) it.
         recompute: "auto", or the level to plan with.
         scheduling: keyword arguments of every ``Scheduler``.
-        num_points: of the plan's frontier: two are its own and plain Inductor's (if it may be had, and is no worse), more
-            have the smallest budget and some between.
+        num_points: of the plan's frontier: two are its own and plain Inductor's (if that may be had), more have the
+            smallest budget and some between.
         checkpointed: ``joint`` with the tags of activation checkpointing that the plan replaces; None: there are none.
 
     Attributes:
