@@ -144,7 +144,7 @@ def test_a_full_link_names_its_layers_and_the_budget_or_slowdown_that_helps() ->
         (
             {"measured_peak_bytes": GIB + 64 * MIB},
             f"steps exceed the activation_budget of 1.0 GiB by 64.0 MiB: activation_budget={GIB + 64 * MIB} is what "
-            "they take; the smallest budget that was planned for is 512.0 MiB",
+            "they take; the smallest budget that was found is 512.0 MiB",
         ),
         (
             {"measured_step_ms": 150.0},
@@ -155,6 +155,15 @@ def test_a_full_link_names_its_layers_and_the_budget_or_slowdown_that_helps() ->
             {"activation_budget": None, "frontier": (FrontierPoint(128 * MIB, 100 * MIB, 126.0),)},
             f"less memory: activation_budget={128 * MIB} (128.0 MiB instead of 256.0 MiB) takes 126.0 ms, +5.0 % over "
             "plain Inductor",
+        ),
+        (
+            {
+                "activation_budget": None,
+                "frontier": (FrontierPoint(256 * MIB, 256 * MIB, 120.0),),
+                "smallest_budget_bytes": 64 * MIB,
+            },
+            f"less memory: budgets down to 64.0 MiB are met (activation_budget={64 * MIB}); fxoffload.plan() says what "
+            "each costs",
         ),
         (
             {
