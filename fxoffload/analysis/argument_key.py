@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from fxoffload.analysis.op_costs import op_name
+
 _PLAIN = (bool, int, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
@@ -34,7 +36,7 @@ def argument_key(value: Any, of_node: Callable[[fx.Node], Hashable]) -> Hashable
 def cost_arguments(node: fx.Node) -> tuple[Any, ...]:
     """The arguments on which time and memory of ``node`` depend. Layers with dropout look up a seed each, one number
     apart: which one does not matter."""
-    is_lookup = getattr(node.target, "_opname", "") == "inductor_lookup_seed"
+    is_lookup = op_name(node.target) == "prims.inductor_lookup_seed"
     return node.args[:1] if is_lookup else (node.args, node.kwargs)
 
 

@@ -70,7 +70,7 @@ def assert_same(found: Plan, expected: Plan) -> None:
     assert found.decisions == expected.decisions
     assert found.predicted == expected.predicted
     assert found.baseline == expected.baseline
-    # What is compiled looks for it less.
+    # A plan that is compiled searches less for it.
     assert 0.9 * expected.smallest_budget_bytes <= found.smallest_budget_bytes <= expected.smallest_budget_bytes
     assert found.boundaries == expected.boundaries
 
