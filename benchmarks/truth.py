@@ -30,7 +30,9 @@ def plan_row(result: Result) -> dict[str, Any]:
         return row
     row.update(_errors("predicted", plan.predicted, plan.between_steps_ms, result))
     if plan.calibrated is not None:
-        row.update(_errors("calibrated", plan.calibrated, plan.calibrated_between_steps_ms, result))
+        # A graph's own plan says nothing about the time between steps, though it was measured.
+        between = None if plan.between_steps_ms is None else plan.calibrated_between_steps_ms
+        row.update(_errors("calibrated", plan.calibrated, between, result))
     row["predicted_exposed_ms"] = plan.predicted.get("exposed_ms")
     row["predicted_slowdown"] = _slowdown(plan.predicted, plan.baseline)
     row["calibrated_slowdown"] = _slowdown(plan.calibrated, plan.calibrated_baseline)

@@ -112,13 +112,13 @@ def _compile(
             from fxoffload.auto_budget import told_of_gradients
 
             raise told_of_gradients(error, asked, device) from None
-    if session is not None and session.makes_zeros:
+    if session is not None and session.leaves_gradients_undefined:
         found = _leaving_gradients_undefined(found)  # type: ignore[arg-type]
     return UNCOMPILED.counted(found)  # type: ignore[arg-type]
 
 
 def _leaving_gradients_undefined(run: Callable[..., Any]) -> Callable[..., Any]:
-    """``run``, whose backward makes zeros ([Note: Gradients that nothing comes from] in ``compiler.tangents``)."""
+    """``run``, whose backward takes None ([Note: Gradients that nothing comes from] in ``compiler.tangents``)."""
     from fxoffload.torch_private.autograd import compiled_autograd_active, leave_gradients_undefined, num_autograd_nodes
 
     @functools.wraps(run)

@@ -144,20 +144,26 @@ class MadeUp:
         inputs: values that ``nodes`` take from outside.
         device: tensors elsewhere are on the CPU.
         dying: positions of inputs that die in the call.
+        left_out: positions of inputs that are None.
 
     Raises:
         NotMadeUpError: for some input there is nothing to make up.
     """
 
     def __init__(
-        self, inputs: Sequence[fx.Node], nodes: Sequence[fx.Node], device: torch.device, dying: Collection[int] = ()
+        self,
+        inputs: Sequence[fx.Node],
+        nodes: Sequence[fx.Node],
+        device: torch.device,
+        dying: Collection[int] = (),
+        left_out: Collection[int] = (),
     ) -> None:
         self._inputs = tuple(inputs)
         self._inside = frozenset(nodes)
         self._sizes: list[int] = []  # of the allocations, in bytes
         self._devices: list[torch.device] = []
         places: dict[int, int] = {}
-        self._views = [self._view(v, places, device) for v in inputs]
+        self._views = [None if i in left_out else self._view(v, places, device) for i, v in enumerate(inputs)]
         self._dying = {v.memory for i in dying if isinstance(v := self._views[i], _View)}
         self._fills = [self._fill(v) for v in inputs]
         self.nbytes = sum(self._sizes)

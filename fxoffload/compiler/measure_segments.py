@@ -83,7 +83,9 @@ def _prepare(distinct: DistinctSegment, meter: Meter, allowance: Allowance) -> s
     if _RUNS * distinct.estimate.ms / 1e3 > allowance.left_s:
         return NO_TIME
     try:
-        distinct.made = made = MadeUp(segment.inputs, segment.nodes, meter.device, distinct.dying)
+        distinct.made = made = MadeUp(
+            segment.inputs, segment.nodes, meter.device, distinct.dying, distinct.call.left_out
+        )
         if MARGIN * (made.nbytes + distinct.estimate.temp_bytes) > meter.room_bytes():
             return NO_ROOM
         inputs = made.make()

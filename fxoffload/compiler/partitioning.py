@@ -178,7 +178,7 @@ def step_of(
         min_bytes=max(down.min_bytes, 1),
         device=down.device,
     )
-    return replace(found, holds_outputs=False, frees_tangents=up.frees_tangents)
+    return replace(found, holds_outputs=False, leaves_out_tangents=bool(up.left_out))
 
 
 def _segment_ms(segmentation: Segmentation, rates: Rates, alike: Alike[float]) -> dict[str, float]:

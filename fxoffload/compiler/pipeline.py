@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.fx as fx
 
 from fxoffload.analysis.segmentation import Donations, Segmentation
-from fxoffload.analysis.values import output_values
+from fxoffload.analysis.values import Storages, output_values
 from fxoffload.compiler.segments import SegmentCall
-from fxoffload.compiler.tangents import is_loss, tangents_of, zeros_of
+from fxoffload.compiler.tangents import is_loss, left_out
 from fxoffload.passes.attention_masks import AttentionMask, FindAttentionMasks
 from fxoffload.passes.choose_actions import POLICIES, ChooseActions
 from fxoffload.passes.choose_donations import ChooseDonations
@@ -46,6 +46,11 @@ class ForwardState:
     modules: Mapping[str, SegmentCall] = field(default_factory=dict)
     outer: fx.GraphModule | None = None
 
+    @property
+    def returned(self) -> Sequence[object]:
+        """What the user's code is given."""
+        return output_values(self.gm.graph)[: self.num_user_outputs]
+
 
 @dataclass
 class BackwardState:
@@ -64,15 +69,19 @@ class BackwardState:
     outer: fx.GraphModule | None = None
 
     @property
-    def frees_tangents(self) -> bool:
-        """Whether tangents are likely zeros that the graph makes, and frees: one of several outputs is a loss."""
-        outputs = output_values(self.forward.gm.graph)[: self.forward.num_user_outputs]
-        return bool(zeros_of(self.gm)) and any(is_loss(v) for v in outputs)
+    def left_out(self) -> frozenset[str]:
+        """Names of the tangents that segments are compiled without: likely zeros, since one of the outputs is a
+        loss."""
+        return left_out(self.gm) if any(is_loss(v) for v in self.forward.returned) else frozenset()
 
     @property
     def owned(self) -> frozenset[str]:
-        """Names of the placeholders that are the graph's to free."""
-        return self.copies | {n.name for n in tangents_of(self.gm)} if self.frees_tangents else self.copies
+        """Names of the placeholders that end with their last reader: copies, and outputs, which the caller has let go
+        of (logits, of which the loss is made)."""
+        storages = Storages(self.forward.gm.graph.nodes)
+        roots = {storages.root(v) for v in self.forward.returned if isinstance(v, fx.Node)}
+        made = {root for root in roots if all(v.op == "call_function" for v in storages.members(root))}
+        return self.copies.union(v.name for root in made for v in storages.members(root))
 
 
 def _choose_actions(
@@ -83,9 +92,9 @@ def _choose_actions(
 
 
 def _make_calls(
-    segmentation: Segmentation, donations: Donations
+    segmentation: Segmentation, donations: Donations, left_out: frozenset[str] = frozenset()
 ) -> Callable[[fx.GraphModule], Mapping[str, SegmentCall]]:
-    return lambda gm: {s.name: SegmentCall(s, donations.get(s.name, ())) for s in segmentation.segments}
+    return lambda gm: {s.name: SegmentCall(s, donations.get(s.name, ()), left_out) for s in segmentation.segments}
 
 
 def _verify_pairing(state: BackwardState) -> VerifyPairing:
@@ -158,7 +167,10 @@ BACKWARD: tuple[PassEntry[BackwardState], ...] = (
         ("segmentation", "donatable"),
     ),
     PassEntry(
-        "make_calls", lambda s: _make_calls(s.segmentation, s.donations), "modules", ("segmentation", "donations")
+        "make_calls",
+        lambda s: _make_calls(s.segmentation, s.donations, s.left_out),
+        "modules",
+        ("segmentation", "donations", "left_out"),
     ),
     PassEntry(
         "insert_reloads",

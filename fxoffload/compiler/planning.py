@@ -169,7 +169,7 @@ class Planning:
         if partitioning.step is None:
             return None
         scheduler = self._scheduler(partitioning)
-        found = scheduler.keep_all()
+        found = scheduler.as_inductor()
         self.objective = self.asked.at_checkpointing(found.peak_bytes)
         self._obeyed = partitioning, scheduler
         planned = self._run()
@@ -191,7 +191,7 @@ class Planning:
         plain = make_partitioning(joint, "default", self.partition, self.settings)
         if plain.step is None:
             return planned
-        without, ours = self._scheduler(plain).keep_all(), plan.baseline
+        without, ours = self._scheduler(plain).as_inductor(), plan.baseline
         costs = (
             f"By prediction a step with it takes {ours.step_ms:.3g} ms and {format_bytes(ours.peak_bytes)}, plain "
             f"Inductor's without it {without.step_ms:.3g} ms and {format_bytes(without.peak_bytes)}; "
@@ -207,7 +207,7 @@ class Planning:
         if base.step is None:
             return None
         first = self._scheduler(base)
-        baseline = first.keep_all()
+        baseline = first.as_inductor()
         budget, limit = self.objective.budget_bytes, self.limit_bytes
         search = RecomputeSearch(
             self._partitioning,
@@ -273,7 +273,7 @@ class Planning:
     def _too_small(self, smallest: Simulation, baseline: Simulation) -> BudgetError:
         assert self.objective.budget_bytes is not None
         basis = f"This is an estimate; {describe_error(self.rates.profile.estimate_error)}"
-        checkpointing = None if self._obeyed is None else self._obeyed[1].keep_all().peak_bytes
+        checkpointing = None if self._obeyed is None else self._obeyed[1].as_inductor().peak_bytes
         return too_small(
             self.objective.budget_bytes, smallest, self.library_bytes, baseline.peak_bytes, basis, checkpointing
         )

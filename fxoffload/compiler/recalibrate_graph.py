@@ -19,7 +19,7 @@ from fxoffload.planner.as_measured import as_measured, measured_step, shared
 from fxoffload.planner.chain import with_turn
 from fxoffload.planner.objective import Objective
 from fxoffload.planner.plan import Decision, Prediction
-from fxoffload.planner.schedule import Schedule
+from fxoffload.planner.schedule import Schedule, as_inductor
 from fxoffload.planner.simulate import simulate
 from fxoffload.planner.steps import TrainingStep
 from fxoffload.runtime.engine import engine_for
@@ -91,9 +91,9 @@ class GraphRecalibration(Recalibration):
         return step, baseline
 
     def _baseline(self, step: TrainingStep, turn: tuple[float, int]) -> Prediction:
-        """Of a partition, with everything kept."""
+        """Of a partition, as plain Inductor runs it."""
         plain = with_turn(step, *turn) if any(turn) else step
-        return Prediction.of(simulate(plain, (False,) * len(plain.candidates), copies=self._scheduler.rates))
+        return Prediction.of(as_inductor(plain, self._scheduler.rates))
 
     def _turn(self, step: TrainingStep, readings: Readings) -> tuple[float, int]:
         """Milliseconds and bytes of the user's code between the forward and the backward (a loss in eager code); zeros
@@ -108,8 +108,8 @@ class GraphRecalibration(Recalibration):
     def _with_outputs(self, step: TrainingStep) -> TrainingStep:
         """``step``, whose outputs are what the caller made of them."""
         outputs = self._graph.outputs
-        frees = step.frees_tangents and not outputs.have_gradients
-        return replace(step, holds_outputs=bool(outputs.are_held), frees_tangents=frees)
+        are_out = step.leaves_out_tangents and not outputs.have_gradients
+        return replace(step, holds_outputs=bool(outputs.are_held), leaves_out_tangents=are_out)
 
     def pin(self, found: Schedule, now: Schedule) -> bool:
         """See ``Recalibration``."""

@@ -8,7 +8,7 @@ import logging
 import operator
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,10 +19,13 @@ from fxoffload.analysis.segmentation import Segment
 from fxoffload.analysis.values import TRACED_KEY
 from fxoffload.compiler.kernels import PendingKernels
 from fxoffload.compiler.structural_key import structural_key
+from fxoffload.compiler.tangents import zeros_at
+from fxoffload.compiler.without_tangents import WithoutTangents
 from fxoffload.counters import counters
 from fxoffload.errors import SegmentCompileError
 from fxoffload.passes.cut_segments import is_submodule
-from fxoffload.torch_private.compile_context import segment_tracing_context
+from fxoffload.passes.leave_out_zeros import LeaveOutZeros
+from fxoffload.torch_private.compile_context import Surroundings, segment_tracing_context
 from fxoffload.torch_private.graphs import boxed_eager, graph_module
 from fxoffload.torch_private.inductor import compile_fx_inner, compiled_layouts, inductor_config
 from fxoffload.torch_private.op_schemas import mutated_args
@@ -39,13 +42,15 @@ class SegmentCall(torch.nn.Module):
     Attributes:
         mutates: positions of inputs that the segment writes in place.
         donates: positions of inputs whose memory it may reuse.
+        left_out: positions of tangents that it is compiled without; they may be None.
         ops: how often each op is among them, by name.
     """
 
-    def __init__(self, segment: Segment, donates: Sequence[int] = ()) -> None:
+    def __init__(self, segment: Segment, donates: Sequence[int] = (), left_out: Collection[str] = frozenset()) -> None:
         super().__init__()
         self.layer = segment.layer
         self.donates = tuple(donates)
+        self.left_out = tuple(i for i, value in enumerate(segment.inputs) if value.name in left_out)
         written = {v for node in segment.nodes for v in mutated_args(node)}
         self.mutates = tuple(i for i, value in enumerate(segment.inputs) if value in written)
         self.num_ops = len(segment.nodes)
@@ -113,13 +118,18 @@ class SegmentCompiler:
         Raises:
             SegmentCompileError: names the layer.
         """
-        extracted = extract_segment(gm, segment, call.donates)
+        extracted, donated = extract_segment(gm, segment, call.donates), call.donates
+        if call.left_out:
+            LeaveOutZeros(call.left_out)(extracted)
+            donated = tuple(p - sum(out < p for out in call.left_out) for p in call.donates)
         is_backward = bool(graph_kwargs.get("is_backward"))
-        key = (is_backward, structural_key(extracted, call.donates)) if self._reuse else object()
+        key = (is_backward, call.left_out, structural_key(extracted, donated)) if self._reuse else object()
         compiled = self._cache.get(key)
         if compiled is None:
             began = time.perf_counter()
-            compiled = self._compile(extracted, segment, call, graph_kwargs)
+            compiled = self._compile(extracted, segment, donated, graph_kwargs)
+            if call.left_out:
+                compiled = self._without_tangents(compiled, gm, segment, call, graph_kwargs)
             self._cache[key] = compiled
             counters.add("num_segments_compiled")
             log.debug(
@@ -134,24 +144,45 @@ class SegmentCompiler:
         else:
             counters.add("num_segments_reused")
         call.fn = compiled
-        found = compiled_layouts(compiled, [node.meta.get("val") for node in segment.outputs])
+        code = compiled.compiled if isinstance(compiled, WithoutTangents) else compiled
+        found = compiled_layouts(code, [node.meta.get("val") for node in segment.outputs])
         for node, value in zip(segment.outputs, found, strict=True):
             if value is not node.meta.get("val"):
                 node.meta[TRACED_KEY], node.meta["val"] = node.meta["val"], value
 
+    def _without_tangents(
+        self,
+        compiled: Compiled,
+        gm: fx.GraphModule,
+        segment: Segment,
+        call: SegmentCall,
+        graph_kwargs: Mapping[str, Any],
+    ) -> WithoutTangents:
+        surroundings, outputs = Surroundings.now(), [node.meta.get("val") for node in segment.outputs]
+        whole = extract_segment(gm, segment, call.donates)
+
+        def compile_with() -> Compiled:
+            with contextlib.nullcontext() if surroundings is None else surroundings.restored(compiles=True):
+                found = self._compile(whole, segment, call.donates, graph_kwargs)
+                self.pending.finish(save=True)
+            return found
+
+        tangents = [zeros_at(i, segment.inputs[i].meta["val"]) for i in call.left_out]
+        return WithoutTangents(compiled, tangents, compile_with, compiled_layouts(compiled, outputs))
+
     def _compile(
-        self, extracted: fx.GraphModule, segment: Segment, call: SegmentCall, graph_kwargs: Mapping[str, Any]
+        self, extracted: fx.GraphModule, segment: Segment, donated: Sequence[int], graph_kwargs: Mapping[str, Any]
     ) -> Compiled:
         if self._inner == "aot_eager":
             return boxed_eager(extracted)
-        example_inputs = [value.meta["val"] for value in segment.inputs]
+        example_inputs = [node.meta["val"] for node in extracted.graph.find_nodes(op="placeholder")]
         kwargs = {**graph_kwargs, "static_input_idxs": ()}
         failure = functools.partial(
             _failure, segment.name, segment.layer, "backward" if graph_kwargs.get("is_backward") else "forward"
         )
         try:
             with contextlib.ExitStack() as stack:
-                stack.enter_context(segment_tracing_context(call.donates))
+                stack.enter_context(segment_tracing_context(donated))
                 if not told_all_symbols(example_inputs):
                     # Inductor's cache would guard on sizes that the segment's inputs do not tell, and fail on that
                     # guard when it finds the segment again.

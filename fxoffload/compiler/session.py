@@ -206,7 +206,7 @@ class CompileSession:
             options.budget_bytes, options.max_slowdown, num_processes=processes_on_this_machine()
         )
         self._replan: Replan | None = None
-        self.makes_zeros = False  # for gradients that nothing comes from; autograd is to pass None
+        self.leaves_gradients_undefined = False  # that nothing comes from: autograd is to pass None
         self._settled: Choice | None = None  # the plan, while the first step follows another schedule
         self._not_judged: list[Choice] = []  # that schedule
         self._alike: dict[Phase, dict[str, object]] = {}
@@ -698,8 +698,10 @@ class CompileSession:
         self._alike["backward"] = {name: id(call.fn) for name, call in state.modules.items()}
         self._plan_first(state)
         self._describe_for_chain(state, kwargs)
-        forward.graph.outputs.zeros = zeros_of(gm)
-        self.makes_zeros = bool(forward.graph.outputs.zeros)
+        outputs, placeholders = forward.graph.outputs, gm.graph.find_nodes(op="placeholder")
+        outputs.zeros = zeros_of(gm)
+        outputs.left_out = {i for i, n in enumerate(placeholders) if n.name in state.left_out}
+        self.leaves_gradients_undefined = bool(outputs.zeros)
         run = backward_callable(program, self._hooks, self._tracked, self._variants)
         return counted(self._settling(run), forward.graph)
 

@@ -2,8 +2,8 @@
 
 [Note: Gradients that nothing comes from] Stock models return logits and caches together with the loss, and most loops
 use the loss alone. Autograd then makes zeros for the others and holds them until the backward has ended: 2.3 GiB for
-8,192 tokens and 151,936 words. Our graphs have autograd pass None instead (``fxoffload.backend``), make the zeros
-themselves, and free them with their last reader.
+8,192 tokens and 151,936 words. Our graphs have autograd pass None instead (``fxoffload.backend``). Where one of the
+outputs is a loss, segments are compiled without these gradients (``without_tangents``); else the graph makes zeros.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import torch
 import torch.fx as fx
 from torch import Tensor
 
-from fxoffload.analysis.values import tensor_of
+from fxoffload.analysis.values import output_values, tensor_of
+from fxoffload.passes.leave_out_zeros import can_be_left_out
 from fxoffload.runtime.tracker.outputs import Zeros
+from fxoffload.torch_private.op_schemas import mutated_args
 from fxoffload.torch_private.tensor_subclasses import is_traceable_wrapper_subclass
 
 
@@ -38,11 +40,25 @@ def zeros_of(backward: fx.GraphModule) -> tuple[Zeros, ...]:
         value = node.meta.get("val")
         if not isinstance(value, Tensor) or value.layout is not torch.strided or is_traceable_wrapper_subclass(value):
             return ()
-        shape, stride = tuple(value.shape), tuple(value.stride())
-        if not all(type(n) is int for n in (*shape, *stride)):
+        if not all(type(n) is int for n in (*value.shape, *value.stride())):
             return ()
-        found.append(Zeros(position, shape, stride, value.dtype, value.device))
+        found.append(zeros_at(position, value))
     return tuple(found)
+
+
+def zeros_at(position: int, value: Tensor) -> Zeros:
+    """Zeros like a traced tensor of a fixed size, for the argument at ``position``."""
+    return Zeros(position, tuple(value.shape), tuple(value.stride()), value.dtype, value.device)
+
+
+def left_out(backward: fx.GraphModule) -> frozenset[str]:
+    """Names of the tangents that a backward can be compiled without: all of tensors, or none."""
+    if not zeros_of(backward):
+        return frozenset()
+    found = [n for n in tangents_of(backward) if (value := tensor_of(n)) is not None and value.dim()]
+    kept = {*output_values(backward.graph), *(v for n in backward.graph.nodes for v in mutated_args(n))}
+    are_zeros = all(n not in kept and can_be_left_out(n.meta["val"]) for n in found)
+    return frozenset(n.name for n in found) if are_zeros else frozenset()
 
 
 def is_loss(value: object) -> bool:

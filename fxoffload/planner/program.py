@@ -304,8 +304,8 @@ class _ProgramBuilder:
             if storage.is_input or name in candidates:
                 continue
             if storage.is_tangent:
-                stop = self._after(self.up.last_read.get(name), self.backward_at) if self.step.frees_tangents else end
-                lives.append((begin, max(stop, begin), storage.nbytes))
+                if not self.step.leaves_out_tangents:
+                    lives.append((begin, end, storage.nbytes))
             elif name in self.down.first_write:
                 last = max(self.down.last_read.get(name, -1), self.down.last_write[name], due.get(name, -1))
                 stop = max(

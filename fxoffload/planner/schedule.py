@@ -49,6 +49,12 @@ class Schedule:
         return (round(self.simulation.step_ms, 3), self.simulation.bytes_offloaded)
 
 
+def as_inductor(step: TrainingStep, rates: ProfileRates) -> Simulation:
+    """The step as plain Inductor runs it: everything is on the device, and autograd makes the zeros that segments are
+    compiled without."""
+    return simulate(step.with_tangents(), (False,) * len(step.candidates), copies=rates)
+
+
 class Scheduler:
     """Finds schedules for one step.
 
@@ -91,6 +97,10 @@ class Scheduler:
     def keep_all(self) -> Simulation:
         """The step with everything on the device."""
         return simulate(self.step, (False,) * len(self.names), copies=self.rates)
+
+    def as_inductor(self) -> Simulation:
+        """The step as plain Inductor runs it."""
+        return as_inductor(self.step, self.rates)
 
     def least_time(self, limit_bytes: int) -> Schedule | None:
         """The fastest schedule within ``limit_bytes``; None where there is none."""

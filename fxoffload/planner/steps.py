@@ -117,8 +117,8 @@ class TrainingStep:
             nothing of this one stays as ``of_turn``.
         holds_outputs: whether the caller holds the forward's outputs until the step ends, not only until the backward
             begins.
-        frees_tangents: whether tangents die with their last reader: zeros that the graph makes for outputs that no loss
-            comes from. Autograd holds others until the backward ends.
+        leaves_out_tangents: whether there are no tangents, since no loss comes from outputs but a loss itself. Autograd
+            holds others until the backward ends.
         releases: forward segments that a release follows, -1 for the entry; None: one release follows the last reader
             of each offload op's storages.
         runs: of a step in which forwards begin after backwards: how many forward segments run, then how many backward
@@ -133,7 +133,7 @@ class TrainingStep:
     heavy_head: bool = False
     followed: bool = False
     holds_outputs: bool = True
-    frees_tangents: bool = False
+    leaves_out_tangents: bool = False
     releases: tuple[int, ...] | None = None
     runs: tuple[tuple[int, int], ...] = ()
 
@@ -146,18 +146,22 @@ class TrainingStep:
             down, up = down + forward, up + backward
         return found
 
+    def with_tangents(self) -> TrainingStep:
+        """There are all tangents: gradients, or zeros that autograd makes."""
+        return replace(self, leaves_out_tangents=False)
+
     def with_outputs_held(self) -> TrainingStep:
         """The caller holds the outputs, and gradients come from them. At most: working sets may have counted on
-        tangents that die in them."""
-        if not self.frees_tangents:
-            return replace(self, holds_outputs=True)
+        outputs that die in them."""
+        if self.holds_outputs:
+            return self.with_tangents()
         last = {name: i for i, segment in enumerate(self.backward) for name in segment.reads}
         more = Counter[int]()
         for storage in self.storages:
-            if storage.is_tangent and storage.name in last:
+            if storage.is_output and storage.name in last:
                 more[last[storage.name]] += storage.nbytes
         backward = tuple(replace(s, temp_bytes=s.temp_bytes + more[i]) for i, s in enumerate(self.backward))
-        return replace(self, holds_outputs=True, frees_tangents=False, backward=backward)
+        return replace(self.with_tangents(), holds_outputs=True, backward=backward)
 
     @property
     def candidates(self) -> tuple[StorageInfo, ...]:

@@ -106,6 +106,14 @@ def test_memory_that_dies_in_a_call_is_its_own() -> None:
     assert nbytes_shared([made, made], has_dying=True) == 2 * 32
 
 
+def test_what_is_left_out_is_none_and_takes_no_memory() -> None:
+    gm = traced(lambda a, b: a + b.sum(), torch.empty(4), torch.empty(1000))
+    made = MadeUp(gm.graph.find_nodes(op="placeholder"), [], CPU, left_out=(1,))
+    assert made.nbytes == 16
+    first, second = made.make()
+    assert first.shape == (4,) and second is None
+
+
 def test_the_users_random_numbers_are_not_drawn() -> None:
     gm = traced(lambda a: a * 2, torch.zeros(100))
     torch.manual_seed(3)

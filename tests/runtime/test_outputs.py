@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from fxoffload.runtime.tracker.outputs import Outputs, Zeros
 
@@ -60,3 +61,13 @@ def test_gradients_are_told_by_bytes_from_zeros_that_were_made() -> None:
         assert all(bool(a.any()) is (i in given) for i, a in enumerate(args) if a is not None)
         if expected is None:
             outputs.zeros = every
+
+
+def test_what_is_left_out_stays_none_and_counts_as_missing() -> None:
+    outputs = Outputs()
+    outputs.zeros = [Zeros(i, shape, (1,) * len(shape), torch.float32, torch.device("cpu")) for i, shape in SHAPES]
+    outputs.left_out = {2}
+    args: list[Tensor | None] = [None for _ in SHAPES]
+    outputs.backward_begins(args)
+    assert [a is None for a in args] == [i == 2 for i, _ in SHAPES]
+    assert outputs.have_gradients is False

@@ -1,4 +1,4 @@
-"""Outputs that no gradient comes to: autograd passes None, and the graph makes zeros that die when they were read."""
+"""Outputs that no gradient comes to: autograd passes None, and segments are compiled without these gradients."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import fxoffload
+from fxoffload.compiler.segments import SegmentCall
+from fxoffload.compiler.without_tangents import WithoutTangents
 from tests.capture import WIDTH, Block, example_input, rehearsal_options
 from tests.support import assert_equal
 
@@ -124,6 +126,31 @@ def test_a_users_function_whose_result_is_returned_gets_its_zeros() -> None:
     (outputs[0].sum() + outputs[1]).backward()
     assert len(seen) == 2 and seen[1] is not None
     assert bool((seen[1] == 0).all())
+
+
+def calls_of(graph: Any) -> list[SegmentCall]:
+    return [m for m in graph.backward.children() if isinstance(m, SegmentCall)]
+
+
+def test_segments_leave_tangents_out_until_some_come() -> None:
+    """With kernels of Inductor, in layers and in the head. Gradients of logits then count, and bits are those without
+    offloading."""
+    torch.manual_seed(0)
+    model = Returning()
+    options = rehearsal_options(policy="offload_all", inner="inductor")
+    call = torch.compile(model, backend="fxoffload", options=options)
+    alone = gradients(model, call, USES[ALONE])
+    (graph,) = fxoffload.graphs()
+    without = [c.fn for c in calls_of(graph) if c.left_out]
+    assert without and all(isinstance(fn, WithoutTangents) and fn.num_compiled == 1 for fn in without)
+    for use in ("logits too", ALONE, "a state"):
+        check_gradients(model, call, USES[use])
+        found = gradients(model, call, USES[use])
+        with fxoffload.override_policy("keep_all"):
+            assert_equal(gradients(model, call, USES[use]), found)
+        if use == ALONE:
+            assert_equal(alone, found)
+    assert {fn.num_compiled for fn in without} == {2}  # type: ignore[union-attr]
 
 
 def test_the_loss_alone() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,11 @@ class Zeros:
     dtype: torch.dtype
     device: torch.device
 
+    @property
+    def nbytes(self) -> int:
+        """Of the elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
     def make(self) -> Tensor:
         """New ones."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device).zero_()
@@ -38,6 +44,7 @@ class Outputs:
 
     Attributes:
         zeros: for the gradients of all outputs; empty: autograd makes them.
+        left_out: positions of the backward's arguments that stay None where nothing comes from them.
         are_held: whether the caller still holds the outputs (logits, say) when the backward has ended; None where there
             are none, or where several forwards ran before it.
         have_gradients: whether the last backward was given gradients of them; None where there are none.
@@ -45,6 +52,7 @@ class Outputs:
 
     def __init__(self) -> None:
         self.zeros: Sequence[Zeros] = ()
+        self.left_out: Collection[int] = ()
         self.are_held: bool | None = None
         self.have_gradients: bool | None = None
         self._refs: list[tuple[StorageRef, int]] = []
@@ -59,15 +67,15 @@ class Outputs:
 
     def backward_begins(self, args: list[Any]) -> None:
         """With these arguments, in which zeros take the place of gradients that nothing comes from."""
-        given = made = 0
+        given = missing = 0
         for zeros in self.zeros:
-            is_made = args[zeros.position] is None
-            if is_made:
+            is_missing = args[zeros.position] is None
+            if is_missing and zeros.position not in self.left_out:
                 args[zeros.position] = zeros.make()
-            if nbytes := args[zeros.position].nbytes * (args[zeros.position].dim() > 0):
-                made, given = made + nbytes * is_made, given + nbytes * (not is_made)
-        if given + made:
-            self.have_gradients = given > made
+            nbytes = zeros.nbytes if zeros.shape else 0
+            missing, given = missing + nbytes * is_missing, given + nbytes * (not is_missing)
+        if given + missing:
+            self.have_gradients = given > missing
 
     def backward_ended(self) -> None:
         """Nothing is held on the graph's behalf any more."""

@@ -1,0 +1,63 @@
+"""Gradients of outputs: segments without them need no memory for them, plain Inductor does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fxoffload.machine.shelf import load_profile
+from fxoffload.planner.chain import concatenate
+from fxoffload.planner.rates import ProfileRates
+from fxoffload.planner.schedule import Scheduler
+from fxoffload.planner.simulate import simulate
+from fxoffload.planner.steps import SegmentStep, StorageInfo, TrainingStep
+from tests.oracle.models import machine
+
+MIB = 1 << 20
+STEP = TrainingStep(
+    (
+        StorageInfo("saved", MIB),
+        StorageInfo("logits", 64 * MIB, is_output=True),
+        StorageInfo("tangent", 32 * MIB, is_tangent=True),
+        StorageInfo("gradient", MIB, is_gradient=True),
+    ),
+    (SegmentStep("f", ms=1.0, writes=("saved", "logits")),),
+    (
+        SegmentStep("head", ms=1.0, reads=("logits", "tangent"), writes=("gradient",)),
+        SegmentStep("layer", ms=1.0, reads=("saved",), temp_bytes=80 * MIB),
+    ),
+    holds_outputs=False,
+    leaves_out_tangents=True,
+)
+
+
+def peaks(step: TrainingStep) -> list[int]:
+    """Of the two backward segments, in MiB."""
+    found = simulate(step, (False,) * len(step.candidates), copies=machine())
+    return [b.peak_bytes // MIB for b in found.boundaries if b.phase == "backward" and b.segment in ("head", "layer")]
+
+
+def test_tangents_that_are_left_out_take_no_memory() -> None:
+    assert peaks(STEP) == [65, 82]
+    # Autograd holds them until the backward has ended.
+    assert peaks(STEP.with_tangents()) == [97, 114]
+
+
+def test_plain_inductor_has_them() -> None:
+    scheduler = Scheduler(STEP, ProfileRates(load_profile("h200")))
+    assert scheduler.keep_all().peak_bytes == 82 * MIB
+    assert scheduler.as_inductor().peak_bytes == 114 * MIB
+
+
+def test_outputs_that_are_held_do_not_die_in_their_last_reader() -> None:
+    held = STEP.with_outputs_held()
+    assert held.backward[0].temp_bytes == 64 * MIB, "its working set may have counted on that"
+    assert peaks(held)[1] == 114 + 64
+    assert replace(STEP, holds_outputs=True).with_outputs_held().backward == STEP.backward
+
+
+def test_a_call_of_a_chain_leaves_them_out_too() -> None:
+    before, after = (
+        simulate(concatenate([step]).step, (False,) * len(step.candidates), copies=machine()).peak_bytes
+        for step in (STEP.with_tangents(), STEP)
+    )
+    assert before - after == 32 * MIB
