@@ -19,12 +19,12 @@ from fxoffload.analysis.values import output_values
 from fxoffload.compiled_graph import CompiledGraph
 from fxoffload.compiler.batch_sizes import depends_on_data
 from fxoffload.compiler.chain_graphs import GraphDescription, describe_graph, other_forms, recomputed_by
-from fxoffload.compiler.partitioning import Partitioning, copy_graph, describe
+from fxoffload.compiler.partitioning import Partitioning, describe
 from fxoffload.compiler.session import CompileSession, GraphKwargs
 from fxoffload.compiler.variant_maker import Compiled, VariantMaker
 from fxoffload.runtime.tracker.step_memory import EdgeWatch
 from fxoffload.step.edges import EdgeMemory, Edges, Moment
-from fxoffload.torch_private.graphs import boxed, boxed_eager
+from fxoffload.torch_private.graphs import boxed, boxed_eager, copy_graph
 
 
 class FakeGraph:

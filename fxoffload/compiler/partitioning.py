@@ -26,7 +26,7 @@ from fxoffload.passes.tag_recompute import TagRecompute
 from fxoffload.planner.steps import TrainingStep, from_graphs
 from fxoffload.runtime import background
 from fxoffload.step.offload_candidate import OffloadCandidate
-from fxoffload.torch_private.graphs import copy_of, graph_module
+from fxoffload.torch_private.graphs import copy_graph
 from fxoffload.torch_private.symbolic_sizes import hints_at
 
 Partition = Callable[[fx.GraphModule], tuple[fx.GraphModule, fx.GraphModule]]
@@ -86,17 +86,6 @@ class Partitioning:
             return step_of(
                 self.forward_state, self.backward_state, self.offload_candidates, settings.rates, settings.estimates
             )
-
-
-def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
-    """The same code over the same attributes, as a graph of its own, and so are graphs that it runs (of higher-order
-    ops): Inductor changes those too. Node metadata is shared value by value."""
-    copied = graph_module(gm, copy_of(gm.graph))
-    copied.meta = dict(gm.meta)
-    for name, child in list(copied.named_modules(remove_duplicate=False)):
-        if name and isinstance(child, fx.GraphModule):
-            copied.set_submodule(name, copy_graph(child))
-    return copied
 
 
 def make_partitioning(

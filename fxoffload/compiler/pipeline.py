@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.fx as fx
 
-from fxoffload.analysis.segmentation import Donations, Segmentation
+from fxoffload.analysis.segmentation import Donations, Segment, Segmentation
 from fxoffload.analysis.values import Storages, output_values
 from fxoffload.compiler.segments import SegmentCall
 from fxoffload.compiler.tangents import is_loss, left_out
@@ -25,6 +25,7 @@ from fxoffload.passes.settle_nodes import SettleNodes
 from fxoffload.passes.verify_pairing import VerifyPairing
 from fxoffload.passes.verify_transfers import VerifyTransfers
 from fxoffload.passes.verify_wiring import VerifyWiring
+from fxoffload.torch_private.symbolic_sizes import told_symbols
 
 
 @dataclass
@@ -72,7 +73,10 @@ class BackwardState:
     def left_out(self) -> frozenset[str]:
         """Names of the tangents that segments are compiled without: likely zeros, since one of the outputs is a
         loss."""
-        return left_out(self.gm) if any(is_loss(v) for v in self.forward.returned) else frozenset()
+        if not any(is_loss(v) for v in self.forward.returned):
+            return frozenset()
+        found = left_out(self.gm)
+        return found if all(_tells_its_sizes(s, found) for s in self.segmentation.segments) else frozenset()
 
     @property
     def owned(self) -> frozenset[str]:
@@ -82,6 +86,14 @@ class BackwardState:
         roots = {storages.root(v) for v in self.forward.returned if isinstance(v, fx.Node)}
         made = {root for root in roots if all(v.op == "call_function" for v in storages.members(root))}
         return self.copies.union(v.name for root in made for v in storages.members(root))
+
+
+def _tells_its_sizes(segment: Segment, left_out: frozenset[str]) -> bool:
+    """Whether the other inputs of a segment tell all sizes that those which are left out tell."""
+    values: dict[bool, list[object]] = {True: [], False: []}
+    for node in segment.inputs:
+        values[node.name in left_out].append(node.meta.get("val"))
+    return told_symbols(values[True]) <= told_symbols(values[False])
 
 
 def _choose_actions(

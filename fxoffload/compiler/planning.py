@@ -15,7 +15,7 @@ from fxoffload.analysis.recompute_rules import OFFLOADED
 from fxoffload.analysis.values import Storages
 from fxoffload.compiler.choices import Choices
 from fxoffload.compiler.explain import checkpointed_decisions, describe_plan
-from fxoffload.compiler.partitioning import Partition, Partitioning, PartitionSettings, copy_graph, make_partitioning
+from fxoffload.compiler.partitioning import Partition, Partitioning, PartitionSettings, make_partitioning
 from fxoffload.compiler.recompute_search import RecomputeSearch, Try, fastest, smallest
 from fxoffload.errors import BudgetError
 from fxoffload.machine.estimate_error import describe_error
@@ -31,6 +31,7 @@ from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.simulate import Simulation
 from fxoffload.sizes import format_bytes
 from fxoffload.tell import warn
+from fxoffload.torch_private.graphs import copy_graph
 
 log = logging.getLogger(__name__)
 

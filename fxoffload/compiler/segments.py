@@ -19,14 +19,13 @@ from fxoffload.analysis.segmentation import Segment
 from fxoffload.analysis.values import TRACED_KEY
 from fxoffload.compiler.kernels import PendingKernels
 from fxoffload.compiler.structural_key import structural_key
-from fxoffload.compiler.tangents import zeros_at
 from fxoffload.compiler.without_tangents import WithoutTangents
 from fxoffload.counters import counters
 from fxoffload.errors import SegmentCompileError
 from fxoffload.passes.cut_segments import is_submodule
 from fxoffload.passes.leave_out_zeros import LeaveOutZeros
 from fxoffload.torch_private.compile_context import Surroundings, segment_tracing_context
-from fxoffload.torch_private.graphs import boxed_eager, graph_module
+from fxoffload.torch_private.graphs import boxed_eager, copy_graph, graph_module
 from fxoffload.torch_private.inductor import compile_fx_inner, compiled_layouts, inductor_config
 from fxoffload.torch_private.op_schemas import mutated_args
 from fxoffload.torch_private.symbolic_sizes import told_all_symbols
@@ -118,18 +117,17 @@ class SegmentCompiler:
         Raises:
             SegmentCompileError: names the layer.
         """
-        extracted, donated = extract_segment(gm, segment, call.donates), call.donates
-        if call.left_out:
-            LeaveOutZeros(call.left_out)(extracted)
-            donated = tuple(p - sum(out < p for out in call.left_out) for p in call.donates)
+        extracted, donated = _left_out(extract_segment(gm, segment, call.donates), call.donates, call.left_out)
         is_backward = bool(graph_kwargs.get("is_backward"))
         key = (is_backward, call.left_out, structural_key(extracted, donated)) if self._reuse else object()
         compiled = self._cache.get(key)
         if compiled is None:
             began = time.perf_counter()
+            # Inductor changes the graphs that a segment runs.
+            whole = copy_graph(extract_segment(gm, segment, call.donates)) if call.left_out else None
             compiled = self._compile(extracted, segment, donated, graph_kwargs)
-            if call.left_out:
-                compiled = self._without_tangents(compiled, gm, segment, call, graph_kwargs)
+            if whole is not None:
+                compiled = self._without_tangents(compiled, whole, segment, call, graph_kwargs)
             self._cache[key] = compiled
             counters.add("num_segments_compiled")
             log.debug(
@@ -153,22 +151,21 @@ class SegmentCompiler:
     def _without_tangents(
         self,
         compiled: Compiled,
-        gm: fx.GraphModule,
+        whole: fx.GraphModule,
         segment: Segment,
         call: SegmentCall,
         graph_kwargs: Mapping[str, Any],
     ) -> WithoutTangents:
         surroundings, outputs = Surroundings.now(), [node.meta.get("val") for node in segment.outputs]
-        whole = extract_segment(gm, segment, call.donates)
 
-        def compile_with() -> Compiled:
+        def compile_without(positions: Sequence[int]) -> Compiled:
+            extracted, donated = _left_out(copy_graph(whole), call.donates, positions)
             with contextlib.nullcontext() if surroundings is None else surroundings.restored(compiles=True):
-                found = self._compile(whole, segment, call.donates, graph_kwargs)
+                found = self._compile(extracted, segment, donated, graph_kwargs)
                 self.pending.finish(save=True)
             return found
 
-        tangents = [zeros_at(i, segment.inputs[i].meta["val"]) for i in call.left_out]
-        return WithoutTangents(compiled, tangents, compile_with, compiled_layouts(compiled, outputs))
+        return WithoutTangents(compiled, call.left_out, compile_without, compiled_layouts(compiled, outputs))
 
     def _compile(
         self, extracted: fx.GraphModule, segment: Segment, donated: Sequence[int], graph_kwargs: Mapping[str, Any]
@@ -192,6 +189,15 @@ class SegmentCompiler:
                 return compile_fx_inner(extracted, example_inputs, **kwargs)  # type: ignore[return-value]
         except Exception as error:
             raise failure(error) from error
+
+
+def _left_out(
+    extracted: fx.GraphModule, donated: Sequence[int], positions: Sequence[int]
+) -> tuple[fx.GraphModule, tuple[int, ...]]:
+    """A segment without the inputs at ``positions``, and which of the others are donated."""
+    if positions:
+        LeaveOutZeros(positions)(extracted)
+    return extracted, tuple(p - sum(out < p for out in positions) for p in donated)
 
 
 def _failure(name: str, layer: str, direction: str, error: Exception) -> SegmentCompileError:

@@ -44,7 +44,7 @@ from fxoffload.compiler.chain_graphs import (
 from fxoffload.compiler.graph_budget import GraphBudget, PlannedGraph
 from fxoffload.compiler.graph_inputs import GraphInputs, parameters_in_joint
 from fxoffload.compiler.measured_costs import MeasuredCosts
-from fxoffload.compiler.partitioning import Partition, PartitionSettings, copy_graph
+from fxoffload.compiler.partitioning import Partition, PartitionSettings
 from fxoffload.compiler.pipeline import BackwardState, ForwardState
 from fxoffload.compiler.plain import compile_plain
 from fxoffload.compiler.planning import (
@@ -98,7 +98,7 @@ from fxoffload.step.choice import Choice
 from fxoffload.step.offload_candidate import OffloadCandidate
 from fxoffload.step.readings import Phase
 from fxoffload.torch_private.aot_autograd import take_donated_placeholders
-from fxoffload.torch_private.graphs import boxed, calls_graph
+from fxoffload.torch_private.graphs import boxed, calls_graph, copy_graph
 from fxoffload.torch_private.inductor import CustomPartitionerFn
 from fxoffload.torch_private.partitioner import (
     default_partition,
@@ -699,8 +699,9 @@ class CompileSession:
         self._plan_first(state)
         self._describe_for_chain(state, kwargs)
         outputs, placeholders = forward.graph.outputs, gm.graph.find_nodes(op="placeholder")
-        outputs.zeros = zeros_of(gm)
         outputs.left_out = {i for i, n in enumerate(placeholders) if n.name in state.left_out}
+        zeros = zeros_of(gm)
+        outputs.zeros = zeros if all(z.is_fixed or z.position in outputs.left_out for z in zeros) else ()
         self.leaves_gradients_undefined = bool(outputs.zeros)
         run = backward_callable(program, self._hooks, self._tracked, self._variants)
         return counted(self._settling(run), forward.graph)

@@ -18,6 +18,7 @@ from fxoffload.analysis.values import output_values, tensor_of
 from fxoffload.passes.leave_out_zeros import can_be_left_out
 from fxoffload.runtime.tracker.outputs import Zeros
 from fxoffload.torch_private.op_schemas import mutated_args
+from fxoffload.torch_private.symbolic_sizes import hint
 from fxoffload.torch_private.tensor_subclasses import is_traceable_wrapper_subclass
 
 
@@ -32,7 +33,7 @@ def _is_tangent(node: fx.Node) -> bool:
 
 
 def zeros_of(backward: fx.GraphModule) -> tuple[Zeros, ...]:
-    """Zeros for all tangents of a backward graph; none where one of them is no plain tensor of a fixed size."""
+    """Zeros for all tangents of a backward graph; none where one of them is no plain tensor, or of unknown size."""
     found: list[Zeros] = []
     for position, node in enumerate(backward.graph.find_nodes(op="placeholder")):
         if not _is_tangent(node):
@@ -40,15 +41,14 @@ def zeros_of(backward: fx.GraphModule) -> tuple[Zeros, ...]:
         value = node.meta.get("val")
         if not isinstance(value, Tensor) or value.layout is not torch.strided or is_traceable_wrapper_subclass(value):
             return ()
-        if not all(type(n) is int for n in (*value.shape, *value.stride())):
+        sizes = (*value.shape, *value.stride())
+        hints = [h for n in sizes if (h := hint(n)) is not None]
+        if len(hints) < len(sizes):
             return ()
-        found.append(zeros_at(position, value))
+        shape, stride = tuple(hints[: value.dim()]), tuple(hints[value.dim() :])
+        is_fixed = all(type(n) is int for n in sizes)
+        found.append(Zeros(position, shape, stride, value.dtype, value.device, is_fixed))
     return tuple(found)
-
-
-def zeros_at(position: int, value: Tensor) -> Zeros:
-    """Zeros like a traced tensor of a fixed size, for the argument at ``position``."""
-    return Zeros(position, tuple(value.shape), tuple(value.stride()), value.dtype, value.device)
 
 
 def left_out(backward: fx.GraphModule) -> frozenset[str]:
@@ -57,7 +57,7 @@ def left_out(backward: fx.GraphModule) -> frozenset[str]:
         return frozenset()
     found = [n for n in tangents_of(backward) if (value := tensor_of(n)) is not None and value.dim()]
     kept = {*output_values(backward.graph), *(v for n in backward.graph.nodes for v in mutated_args(n))}
-    are_zeros = all(n not in kept and can_be_left_out(n.meta["val"]) for n in found)
+    are_zeros = all(n not in kept and can_be_left_out(n) for n in found)
     return frozenset(n.name for n in found) if are_zeros else frozenset()
 
 

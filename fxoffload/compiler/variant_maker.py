@@ -26,7 +26,6 @@ from fxoffload.compiler.partitioning import (
     Partition,
     Partitioning,
     PartitionSettings,
-    copy_graph,
     make_partitioning,
     own_values,
 )
@@ -39,6 +38,7 @@ from fxoffload.planner.steps import TrainingStep, edges_of
 from fxoffload.runtime.variant import Variant, VariantLayout, Variants
 from fxoffload.step.edges import Edges
 from fxoffload.torch_private.compile_context import Surroundings
+from fxoffload.torch_private.graphs import copy_graph
 from fxoffload.torch_private.inductor import inductor_config
 
 log = logging.getLogger(__name__)

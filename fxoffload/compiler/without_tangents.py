@@ -1,4 +1,4 @@
-"""A segment that is compiled without tangents, and once more with them when some come.
+"""A segment that is compiled without tangents, and once more with those that come.
 
 See [Note: Gradients that nothing comes from] in ``compiler.tangents``. What a segment is given in their place is None.
 """
@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxoffload.runtime.tracker.outputs import Zeros
-
 log = logging.getLogger(__name__)
 
 Compiled = Callable[[list[Any]], Sequence[Any]]
+Positions = tuple[int, ...]
 
 
 class WithoutTangents:
@@ -25,50 +24,55 @@ class WithoutTangents:
 
     Args:
         compiled: takes the inputs but for the tangents.
-        tangents: for inputs that are left out. Where others of them are given, zeros take their place.
-        compile_with: compiles the segment with all inputs.
+        left_out: positions of the tangents, in order.
+        compile_without: compiles the segment for the inputs but for those at some positions.
         outputs: fake results of ``compiled``: the next segments expect that layout.
     """
 
     def __init__(
         self,
         compiled: Compiled,
-        tangents: Sequence[Zeros],
-        compile_with: Callable[[], Compiled],
+        left_out: Positions,
+        compile_without: Callable[[Positions], Compiled],
         outputs: Sequence[Any],
     ) -> None:
         self.compiled = compiled
-        self._tangents = tuple(tangents)
-        self._compile_with = compile_with
-        self._strides = [v.stride() if isinstance(v, Tensor) and v.layout is torch.strided else None for v in outputs]
-        self._with: Compiled | None = None
+        self._left_out = left_out
+        self._compile_without = compile_without
+        self._strides = [_fixed_strides(v) for v in outputs]
+        self._versions: dict[Positions, Compiled] = {}
         self._lock = threading.Lock()
 
     @property
     def num_compiled(self) -> int:
         """How many versions of the segment are compiled."""
-        return 1 + (self._with is not None)
+        return 1 + len(self._versions)
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
-        if all(args[t.position] is None for t in self._tangents):
-            for position in sorted((t.position for t in self._tangents), reverse=True):
-                del args[position]
+        missing = tuple(i for i in self._left_out if args[i] is None)
+        for position in reversed(missing):
+            del args[position]
+        if missing == self._left_out:
             return self.compiled(args)
-        for tangent in self._tangents:
-            if args[tangent.position] is None:
-                args[tangent.position] = tangent.make()
-        results = self._with_tangents()(args)
-        return [self._laid_out(result, strides) for result, strides in zip(results, self._strides, strict=True)]
+        results = self._version(missing)(args)
+        return [_laid_out(result, strides) for result, strides in zip(results, self._strides, strict=True)]
 
-    def _with_tangents(self) -> Compiled:
+    def _version(self, missing: Positions) -> Compiled:
         with self._lock:
-            if self._with is None:
+            if missing not in self._versions:
                 log.info("gradients come from outputs besides the loss: a segment is compiled with them")
-                self._with = self._compile_with()
-            return self._with
+                self._versions[missing] = self._compile_without(missing)
+            return self._versions[missing]
 
-    @staticmethod
-    def _laid_out(result: Any, strides: Sequence[Any] | None) -> Any:
-        if strides is None or not isinstance(result, Tensor) or result.stride() == tuple(strides):
-            return result
-        return torch.empty_strided(result.shape, strides, dtype=result.dtype, device=result.device).copy_(result)
+
+def _fixed_strides(value: Any) -> tuple[int, ...] | None:
+    """None where there is nothing to tell."""
+    if not isinstance(value, Tensor) or value.layout is not torch.strided:
+        return None
+    return tuple(value.stride()) if all(type(n) is int for n in value.stride()) else None
+
+
+def _laid_out(result: Any, strides: tuple[int, ...] | None) -> Any:
+    if strides is None or not isinstance(result, Tensor) or result.stride() == strides:
+        return result
+    return torch.empty_strided(result.shape, strides, dtype=result.dtype, device=result.device).copy_(result)

@@ -36,6 +36,17 @@ def graph_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
     return _LazyGraphModule(root, graph)
 
 
+def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
+    """The same code over the same attributes, as a graph of its own, and so are graphs that it runs (of higher-order
+    ops): Inductor changes those too. Node metadata is shared value by value."""
+    copied = graph_module(gm, copy_of(gm.graph))
+    copied.meta = dict(gm.meta)
+    for name, child in list(copied.named_modules(remove_duplicate=False)):
+        if name and isinstance(child, fx.GraphModule):
+            copied.set_submodule(name, copy_graph(child))
+    return copied
+
+
 def calls_graph(node: fx.Node) -> bool:
     """Whether ``node`` calls a graph that Inductor lowers as it does a whole one: a nested region, a branch, a loop.
 

@@ -120,6 +120,19 @@ def form_of(value: torch.Tensor) -> tuple[Any, Any]:
     return tuple(map(_expression, value.shape)), tuple(map(_expression, value.stride())) if strided else None
 
 
+def form_when_contiguous(value: torch.Tensor) -> tuple[Any, Any]:
+    """``form_of`` a contiguous tensor of the same shape.
+
+    Needed by torch 2.11 to 2.14: ``SymNode.expr``.
+    """
+    shape = tuple(map(_expression, value.shape))
+    strides, size = [], sympy.Integer(1)
+    for n in reversed(shape):
+        strides.append(size)
+        size = size * n
+    return shape, tuple(reversed(strides))
+
+
 def symbols_of(value: Any) -> set[Any]:
     """The free symbols in the sizes and strides of a fake tensor, or in a SymInt.
 
@@ -134,6 +147,16 @@ def symbols_of(value: Any) -> set[Any]:
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return set(free_symbols(value))
     return set()
+
+
+def told_symbols(inputs: Sequence[Any]) -> frozenset[Any]:
+    """The symbols that are an input themselves, or a size of an input.
+
+    Needed by torch 2.11 to 2.14: ``SymNode.expr``.
+    """
+    sizes = [n for i in inputs for n in (i.shape if isinstance(i, torch.Tensor) else (i,))]
+    expressions = [n.node.expr for n in sizes if isinstance(n, torch.SymInt)]
+    return frozenset(e for e in expressions if e.is_Symbol)
 
 
 def told_all_symbols(inputs: Sequence[Any]) -> bool:

@@ -24,12 +24,12 @@ from fxoffload.compiler import variant_maker as variant_maker
 from fxoffload.compiler.build import Builder
 from fxoffload.compiler.chain_search import _variants_of
 from fxoffload.compiler.fit import Signature, fit
-from fxoffload.compiler.partitioning import copy_graph
 from fxoffload.compiler.session import CompileSession
 from fxoffload.passes.unwrap_random import UnwrapRandom
 from fxoffload.runtime.engine import engine_for
 from fxoffload.runtime.tracker.step_tracker import StepTracker
 from fxoffload.runtime.tracker.tracked_graph import TrackedGraph
+from fxoffload.torch_private.graphs import copy_graph
 from tests.runtime.forced import CPU, Forced, Layers, part_of, variant_maker_of
 from tests.support import assert_equal, rehearsal
 

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from fxoffload.analysis.labels import LAYER_KEY
 from fxoffload.compiler import session
-from fxoffload.compiler.partitioning import copy_graph
 from fxoffload.passes.checkpointed import clear_plain_checkpointing, num_checkpointed
+from fxoffload.torch_private.graphs import copy_graph
 from tests.support import Block, Stack, batch, compiled
 
 Policy = CheckpointPolicy

@@ -48,9 +48,11 @@ USES: dict[str, Uses] = {
 }
 
 
-def gradients(model: nn.Module, call: Callable[[Tensor], Any], use: Uses) -> dict[str, Tensor]:
+def gradients(
+    model: nn.Module, call: Callable[[Tensor], Any], use: Uses, given: Tensor | None = None
+) -> dict[str, Tensor]:
     model.zero_grad(set_to_none=True)
-    x = example_input().requires_grad_()
+    x = (example_input() if given is None else given.clone()).requires_grad_()
     use(call(x))
     found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     assert x.grad is not None
@@ -151,6 +153,22 @@ def test_segments_leave_tangents_out_until_some_come() -> None:
         if use == ALONE:
             assert_equal(alone, found)
     assert {fn.num_compiled for fn in without} == {2}  # type: ignore[union-attr]
+
+
+def test_sizes_that_vary() -> None:
+    """No zeros of their size can be made beforehand, and none are needed."""
+    torch.manual_seed(0)
+    model = Returning()
+    options = rehearsal_options(policy="offload_all")
+    call = torch.compile(lambda x: model(x)[:2], backend="fxoffload", dynamic=True, options=options)
+    for rows, use in ((4, ALONE), (6, ALONE), (5, "logits too"), (3, ALONE)):
+        x = torch.randn(rows, WIDTH)
+        found = gradients(model, call, USES[use], x)
+        expected = gradients(model, model, USES[use], x)
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5)
+    (graph,) = fxoffload.graphs()
+    assert any(c.left_out for c in calls_of(graph))
 
 
 def test_the_loss_alone() -> None:

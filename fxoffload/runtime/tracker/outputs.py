@@ -21,6 +21,7 @@ class Zeros:
     Attributes:
         position: of the backward's argument.
         shape, stride, dtype, device: as traced.
+        is_fixed: whether every call has that shape; else none can be made.
     """
 
     position: int
@@ -28,6 +29,7 @@ class Zeros:
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    is_fixed: bool = True
 
     @property
     def nbytes(self) -> int:
