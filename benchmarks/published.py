@@ -212,18 +212,20 @@ TABLES = (
                 "qwen3-checkpointing": "`gradient_checkpointing=True`",
                 "qwen3-rl": "a loss of RL in eager code",
                 "mistral": "Mistral, 12 layers",
-                "gemma-3": "Gemma-3, 12 layers",
                 "qwen3-moe": "Qwen3-MoE, 6 layers",
                 "llama-3b-default": "Llama 3.2-3B, 28 layers",
             }.items()
         )
         + (
+            Rows("2026-11-29-h200-stock-gemma-3.json", _STOCK, of="Gemma-3, 12 layers", where_there=True),
+            Rows("2026-11-29-h200-stock-gpt2.json", _STOCK, of="GPT-2, 16 x 1,024", where_there=True),
+            Rows("2026-11-29-h200-stock-t5-6-layers.json", _STOCK, of="T5, 6 + 6 layers", where_there=True),
             Rows("2026-11-28-h200-stock-mistral-packed.json", _STOCK, of="Mistral, packed", where_there=True),
             Rows("2026-11-28-h200-stock-llama-3b-lora.json", _STOCK, of="Llama 3.2-3B, LoRA r=16", where_there=True),
             Rows(f"{IMAGE}-inductor.json", {"inductor": "Inductor"}, of="Gemma-3 with an image, 12 layers"),
             Rows(f"{IMAGE}.json", {"auto": "fxoffload, default"}, of="Gemma-3 with an image, 12 layers"),
             Rows(
-                "2026-11-28-2xh200-stock-fsdp-ten-steps.json",
+                "2026-11-29-2xh200-stock-fsdp.json",
                 _STOCK | FSDP_STOCK,
                 of="FSDP2, two GPUs, 16 layers",
                 where_there=True,
