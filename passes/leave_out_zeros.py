@@ -7,20 +7,21 @@ are zeros then: a segment reads them to add them. With input 1 left out, before 
     %sum  = add(%arg_1, %grad)                    ->       %out  = mm(%grad, %arg_2)
     %out  = mm(%sum, %arg_2)
 
-A sum is a copy of its other operand where that lies otherwise in memory, comes from outside, or is returned too. Other
-ops read a constant, which takes no memory within a kernel.
+A sum is a copy of its other operand where that lies otherwise in memory, comes from outside, or is returned too. An
+input that is read by anything but sums stays: zeros would be made for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 import torch.fx as fx
 
 from fxoffload.analysis.op_costs import aten_names, op_name
-from fxoffload.analysis.values import Storages, has_fixed_sizes, output_values, tensor_of
-from fxoffload.torch_private.fake_tensors import new_fake_like, run_on_fakes
+from fxoffload.analysis.segmentation import Segment
+from fxoffload.analysis.values import Storages, output_values, tensor_of
+from fxoffload.errors import PassError
 from fxoffload.torch_private.symbolic_sizes import form_of, form_when_contiguous
 
 aten = torch.ops.aten
@@ -31,15 +32,25 @@ _STAY_ZEROS = aten_names(
 ) | {"prims.convert_element_type"}
 
 
-def can_be_left_out(node: fx.Node) -> bool:
-    """Whether an input of a graph can be left out where it is zeros: it is only added to something, or can be a
-    constant."""
-    value = tensor_of(node)
-    if value is None:
-        return False
-    if has_fixed_sizes(value) and aten.is_non_overlapping_and_dense.default(value):
-        return True
-    return all(_instead(reader, zero) is not None and _is_contiguous(reader) for zero, reader in _readers(node))
+def can_be_left_out(segment: Segment, zeros: fx.Node, every: Collection[fx.Node]) -> bool:
+    """Whether an input of a segment can be left out where it is zeros: it is only added to something there.
+
+    Args:
+        every: all inputs of the graph that are zeros.
+    """
+    inside, outputs = frozenset(segment.nodes), frozenset(segment.outputs)
+
+    def is_sum(zero: fx.Node, reader: fx.Node) -> bool:
+        other = _other_operand(reader, zero)
+        if other is None or _viewed(other) in every:
+            return False
+        # Where other segments made it, these may lay it out otherwise when they are compiled.
+        return _is_contiguous(reader) or (other in inside and _lie_alike(reader, other))
+
+    return all(
+        zero not in outputs and (reader not in inside or is_sum(zero, reader))
+        for zero, reader in _readers(zeros, lambda node: node in inside)
+    )
 
 
 class LeaveOutZeros:
@@ -55,56 +66,58 @@ class LeaveOutZeros:
         self.positions = frozenset(positions)
 
     def __call__(self, gm: fx.GraphModule) -> int:
-        """Returns how many sums are gone: neither sums nor copies."""
-        storages = Storages(gm.graph.nodes)
-        before = set(gm.graph.nodes)
+        """Returns how many sums are gone: neither sums nor copies.
+
+        Raises:
+            PassError: an input is read by something else.
+        """
         placeholders = gm.graph.find_nodes(op="placeholder")
-        outside = {storages.root(p) for p in placeholders}
         count = 0
         for zeros in (placeholders[i] for i in sorted(self.positions)):
-            for zero, reader in list(_readers(zeros)):
-                if zero not in reader.all_input_nodes or (other := _instead(reader, zero)) is None:
-                    continue  # read no more, or no sum
-                returned = {storages.root(v) for v in output_values(gm.graph) if isinstance(v, fx.Node) and v in before}
-                is_other = _lie_alike(reader, other) and other in before
-                if is_other and storages.root(other) not in outside | returned:
-                    reader.replace_all_uses_with(other)
-                    count += 1
-                else:
-                    _copy(gm.graph, reader, other)
-                gm.graph.erase_node(reader)
-            _erase_unread(gm.graph, zeros)
-            if zeros.users:
-                _make_constant(gm.graph, zeros, placeholders[-1])
+            while (found := next(_readers(zeros), None)) is not None:
+                zero, reader = found
+                other = _other_operand(reader, zero)
+                if other is None:
+                    raise PassError(f"expected zeros that are added, found {reader.format_node()}", self.name)
+                count += _replace(gm.graph, reader, other)
+            _erase_views(gm.graph, zeros)
             gm.graph.erase_node(zeros)
         gm.recompile()
         return count
 
 
-def _readers(zeros: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Zeros, and an op that reads them and makes something else; in no order."""
+def _readers(
+    zeros: fx.Node, follows: Callable[[fx.Node], bool] = lambda node: True
+) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Zeros, and what reads them and is no view or cast of them. ``follows``: whether a view or cast is one."""
     pending = [zeros]
     while pending:
         zero = pending.pop()
         for reader in zero.users:
-            if op_name(reader.target) in _STAY_ZEROS:
+            if op_name(reader.target) in _STAY_ZEROS and follows(reader):
                 pending.append(reader)
             else:
                 yield zero, reader
 
 
-def _instead(reader: fx.Node, zero: fx.Node) -> fx.Node | None:
-    """The other operand of a sum, if it or a copy of it can take the sum's place."""
+def _viewed(node: fx.Node) -> fx.Node:
+    """What it is a view or cast of."""
+    while op_name(node.target) in _STAY_ZEROS:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _other_operand(reader: fx.Node, zero: fx.Node) -> fx.Node | None:
+    """Of a sum, the operand of whose form and type the sum is; None for other ops."""
     if reader.target is not aten.add.Tensor or reader.kwargs.get("alpha", 1) != 1:
         return None
     others = [a for a in reader.args[:2] if a is not zero]
     if len(others) != 1 or not isinstance(others[0], fx.Node):
         return None
-    other = others[0]
-    one, two = tensor_of(reader), tensor_of(other)
-    if one is None or two is None or (one.dtype, form_of(one)[0]) != (two.dtype, form_of(two)[0]):
+    one, other = tensor_of(reader), tensor_of(others[0])
+    if one is None or other is None or (one.dtype, form_of(one)[0]) != (other.dtype, form_of(other)[0]):
         return None
-    return other if _lie_alike(reader, other) or _is_contiguous(reader) else None
+    return others[0]
 
 
 def _is_contiguous(node: fx.Node) -> bool:
@@ -115,38 +128,23 @@ def _lie_alike(one: fx.Node, other: fx.Node) -> bool:
     return form_of(one.meta["val"]) == form_of(other.meta["val"])
 
 
-def _copy(graph: fx.Graph, reader: fx.Node, other: fx.Node) -> None:
-    """A copy of ``other`` in the place of ``reader``, which lies as that does."""
-    kind = torch.contiguous_format if _is_contiguous(reader) else torch.preserve_format
-    with graph.inserting_before(reader):
-        copy = graph.call_function(aten.clone.default, (other,), {"memory_format": kind})
-    copy.meta = dict(reader.meta)
-    reader.replace_all_uses_with(copy)
+def _replace(graph: fx.Graph, reader: fx.Node, other: fx.Node) -> bool:
+    """``other`` takes the place of ``reader``, or a copy of it does. Returns which: whether it is itself."""
+    storages = Storages(graph.nodes)
+    shown = (*graph.find_nodes(op="placeholder"), *output_values(graph))
+    taken = {storages.root(v) for v in shown if isinstance(v, fx.Node)}
+    is_itself = _lie_alike(reader, other) and storages.root(other) not in taken
+    if not is_itself:
+        kind = torch.contiguous_format if _is_contiguous(reader) else torch.preserve_format
+        with graph.inserting_before(reader):
+            other = graph.call_function(aten.clone.default, (other,), {"memory_format": kind})
+        other.meta = dict(reader.meta)
+    reader.replace_all_uses_with(other)
+    graph.erase_node(reader)
+    return is_itself
 
 
-def _erase_unread(graph: fx.Graph, zeros: fx.Node) -> None:
-    """Views and casts of zeros that nothing reads any more."""
-    for reader in list(zeros.users):
-        if op_name(reader.target) in _STAY_ZEROS:
-            _erase_unread(graph, reader)
-            if not reader.users:
-                graph.erase_node(reader)
-
-
-def _make_constant(graph: fx.Graph, placeholder: fx.Node, last: fx.Node) -> None:
-    """Zeros in the place of a placeholder of a fixed size."""
-    value = tensor_of(placeholder)
-    assert value is not None
-    order = sorted(range(value.dim()), key=lambda d: (-value.stride(d), d))
-    sizes = [value.shape[d] for d in order]
-    form = {"dtype": value.dtype, "layout": torch.strided, "device": value.device, "pin_memory": False}
-    with graph.inserting_after(last):
-        found = graph.call_function(aten.full.default, (sizes, 0), form)
-    found.meta["val"] = new_fake_like(value.permute(order))
-    if order != list(range(value.dim())):
-        back = sorted(range(value.dim()), key=order.__getitem__)
-        with graph.inserting_after(found):
-            shown = graph.call_function(aten.permute.default, (found, back))
-        shown.meta["val"] = run_on_fakes(shown)
-        found = shown
-    placeholder.replace_all_uses_with(found)
+def _erase_views(graph: fx.Graph, zeros: fx.Node) -> None:
+    for view in list(zeros.users):
+        _erase_views(graph, view)
+        graph.erase_node(view)

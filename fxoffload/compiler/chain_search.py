@@ -187,9 +187,9 @@ class ChainSearch:
     def baseline(self, plain: ChainChoice) -> Simulation:
         """Plain Inductor's step, with everything kept. ``plain``: the choice that is nearest to it."""
         if all(call.plain is None for call in self.calls):
-            return plain.scheduler.keep_all()
+            return plain.scheduler.as_inductor()
         others = [self._plain_form(*pair) for pair in zip(self.calls, plain.variants, strict=True)]
-        return self._scheduler(self._chain(others).step).keep_all()
+        return self._scheduler(self._chain(others).step).as_inductor()
 
     def _plain_form(self, call: CallDescription, variant: PlannedVariant | None) -> tuple[TrainingStep, Edges] | None:
         if call.plain is not None or variant is None:
@@ -198,7 +198,7 @@ class ChainSearch:
 
     def checkpointing(self) -> Simulation:
         """The step in which all activation checkpointing is obeyed, and nothing moves."""
-        return self._scheduler(self._chain([c.checkpointed for c in self.calls]).step).keep_all()
+        return self._scheduler(self._chain([c.checkpointed for c in self.calls]).step).as_inductor()
 
     def with_variants(self, variants: CallVariants, aim: ChainObjective | None = None) -> ChainChoice:
         """The choice in which every call runs its variant."""

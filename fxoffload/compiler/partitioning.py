@@ -167,7 +167,7 @@ def step_of(
         min_bytes=max(down.min_bytes, 1),
         device=down.device,
     )
-    return replace(found, holds_outputs=False, leaves_out_tangents=bool(up.left_out))
+    return replace(found, holds_outputs=False)
 
 
 def _segment_ms(segmentation: Segmentation, rates: Rates, alike: Alike[float]) -> dict[str, float]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.fx as fx
 
-from fxoffload.analysis.segmentation import Donations, Segment, Segmentation
+from fxoffload.analysis.segmentation import Donations, Segmentation
 from fxoffload.analysis.values import Storages, output_values
 from fxoffload.compiler.segments import SegmentCall
 from fxoffload.compiler.tangents import is_loss, left_out
@@ -25,7 +25,6 @@ from fxoffload.passes.settle_nodes import SettleNodes
 from fxoffload.passes.verify_pairing import VerifyPairing
 from fxoffload.passes.verify_transfers import VerifyTransfers
 from fxoffload.passes.verify_wiring import VerifyWiring
-from fxoffload.torch_private.symbolic_sizes import told_symbols
 
 
 @dataclass
@@ -66,17 +65,9 @@ class BackwardState:
     num_moved: int = 0
     segmentation: Segmentation = field(default_factory=lambda: Segmentation(()))
     donations: Donations = field(default_factory=dict)
+    left_out: frozenset[str] = frozenset()  # names of tangents
     modules: Mapping[str, SegmentCall] = field(default_factory=dict)
     outer: fx.GraphModule | None = None
-
-    @property
-    def left_out(self) -> frozenset[str]:
-        """Names of the tangents that segments are compiled without: likely zeros, since one of the outputs is a
-        loss."""
-        if not any(is_loss(v) for v in self.forward.returned):
-            return frozenset()
-        found = left_out(self.gm)
-        return found if all(_tells_its_sizes(s, found) for s in self.segmentation.segments) else frozenset()
 
     @property
     def owned(self) -> frozenset[str]:
@@ -88,12 +79,11 @@ class BackwardState:
         return self.copies.union(v.name for root in made for v in storages.members(root))
 
 
-def _tells_its_sizes(segment: Segment, left_out: frozenset[str]) -> bool:
-    """Whether the other inputs of a segment tell all sizes that those which are left out tell."""
-    values: dict[bool, list[object]] = {True: [], False: []}
-    for node in segment.inputs:
-        values[node.name in left_out].append(node.meta.get("val"))
-    return told_symbols(values[True]) <= told_symbols(values[False])
+def _find_left_out(
+    segmentation: Segmentation, returned: Sequence[object]
+) -> Callable[[fx.GraphModule], frozenset[str]]:
+    """Tangents are likely zeros where one of the outputs is a loss."""
+    return lambda gm: left_out(gm, segmentation) if any(map(is_loss, returned)) else frozenset()
 
 
 def _choose_actions(
@@ -177,6 +167,12 @@ BACKWARD: tuple[PassEntry[BackwardState], ...] = (
         lambda s: ChooseDonations(s.segmentation, s.donatable),
         "donations",
         ("segmentation", "donatable"),
+    ),
+    PassEntry(
+        "find_left_out",
+        lambda s: _find_left_out(s.segmentation, s.forward.returned),
+        "left_out",
+        ("segmentation", "forward"),
     ),
     PassEntry(
         "make_calls",

@@ -17,7 +17,7 @@ from fxoffload.planner.extra_memory import extra_memory_of_segments
 from fxoffload.planner.fit_link import fit_link, waits_of
 from fxoffload.planner.plan import Decision, Prediction
 from fxoffload.planner.rates import ProfileRates
-from fxoffload.planner.schedule import Schedule
+from fxoffload.planner.schedule import Schedule, as_inductor
 from fxoffload.planner.simulate import simulate
 from fxoffload.planner.steps import TrainingStep
 from fxoffload.runtime.engine import engine_for
@@ -69,9 +69,7 @@ class ChainRecalibration(Recalibration):
             extra_memory_of_segments(ran, graphs, readings, planning.without_margin(planning.extra_memory))
         )
         self._planning.forward_ms = [sum(s.ms for s in call) for call in ran.segments_of_calls("forward")]
-        keep = simulate(
-            compiled.with_extra_memory(extra_memory).step, (False,) * len(compiled.step.candidates), copies=rates
-        )
+        keep = as_inductor(compiled.with_extra_memory(extra_memory).step, rates)
         baseline = Prediction.of(keep)
         if not self._planning.is_plain_compiled:
             # Of plain Inductor's step nothing was measured; it is as much slower than estimated as the graphs that ran.

@@ -108,8 +108,8 @@ class GraphRecalibration(Recalibration):
     def _with_outputs(self, step: TrainingStep) -> TrainingStep:
         """``step``, whose outputs are what the caller made of them."""
         outputs = self._graph.outputs
-        are_out = step.leaves_out_tangents and not outputs.have_gradients
-        return replace(step, holds_outputs=bool(outputs.are_held), leaves_out_tangents=are_out)
+        step = step.with_tangents() if outputs.have_gradients else step
+        return replace(step, holds_outputs=bool(outputs.are_held))
 
     def pin(self, found: Schedule, now: Schedule) -> bool:
         """See ``Recalibration``."""

@@ -117,17 +117,16 @@ class SegmentCompiler:
         Raises:
             SegmentCompileError: names the layer.
         """
-        extracted, donated = _left_out(extract_segment(gm, segment, call.donates), call.donates, call.left_out)
+        whole = extract_segment(gm, segment, call.donates)
         is_backward = bool(graph_kwargs.get("is_backward"))
-        key = (is_backward, call.left_out, structural_key(extracted, donated)) if self._reuse else object()
+        key = (is_backward, call.left_out, structural_key(whole, call.donates)) if self._reuse else object()
         compiled = self._cache.get(key)
         if compiled is None:
             began = time.perf_counter()
-            # Inductor changes the graphs that a segment runs.
-            whole = copy_graph(extract_segment(gm, segment, call.donates)) if call.left_out else None
-            compiled = self._compile(extracted, segment, donated, graph_kwargs)
-            if whole is not None:
-                compiled = self._without_tangents(compiled, whole, segment, call, graph_kwargs)
+            if call.left_out:
+                compiled = self._without_tangents(whole, segment, call, graph_kwargs)
+            else:
+                compiled = self._compile(whole, segment, call.donates, graph_kwargs)
             self._cache[key] = compiled
             counters.add("num_segments_compiled")
             log.debug(
@@ -149,23 +148,31 @@ class SegmentCompiler:
                 node.meta[TRACED_KEY], node.meta["val"] = node.meta["val"], value
 
     def _without_tangents(
-        self,
-        compiled: Compiled,
-        whole: fx.GraphModule,
-        segment: Segment,
-        call: SegmentCall,
-        graph_kwargs: Mapping[str, Any],
+        self, whole: fx.GraphModule, segment: Segment, call: SegmentCall, graph_kwargs: Mapping[str, Any]
     ) -> WithoutTangents:
         surroundings, outputs = Surroundings.now(), [node.meta.get("val") for node in segment.outputs]
 
-        def compile_without(positions: Sequence[int]) -> Compiled:
-            extracted, donated = _left_out(copy_graph(whole), call.donates, positions)
-            with contextlib.nullcontext() if surroundings is None else surroundings.restored(compiles=True):
-                found = self._compile(extracted, segment, donated, graph_kwargs)
-                self.pending.finish(save=True)
-            return found
+        def without(positions: Sequence[int]) -> fx.GraphModule:
+            extracted = copy_graph(whole)  # Inductor changes the graphs that a segment runs
+            LeaveOutZeros(positions)(extracted)
+            return extracted
 
-        return WithoutTangents(compiled, call.left_out, compile_without, compiled_layouts(compiled, outputs))
+        def compile_without(positions: Sequence[int]) -> Compiled:
+            donated = [p - sum(out < p for out in positions) for p in call.donates]
+            return self._compile(without(positions), segment, donated, graph_kwargs)
+
+        def compile_later(positions: Sequence[int]) -> Compiled:
+            try:
+                with contextlib.nullcontext() if surroundings is None else surroundings.restored(compiles=True):
+                    found = compile_without(positions)
+                    self.pending.finish(save=True)
+                return found
+            except SegmentCompileError as error:
+                log.warning("a segment runs op by op where outputs besides the loss are given gradients: %s", error)
+                return boxed_eager(without(positions))
+
+        compiled = compile_without(call.left_out)
+        return WithoutTangents(compiled, call.left_out, compile_later, compiled_layouts(compiled, outputs))
 
     def _compile(
         self, extracted: fx.GraphModule, segment: Segment, donated: Sequence[int], graph_kwargs: Mapping[str, Any]
@@ -189,15 +196,6 @@ class SegmentCompiler:
                 return compile_fx_inner(extracted, example_inputs, **kwargs)  # type: ignore[return-value]
         except Exception as error:
             raise failure(error) from error
-
-
-def _left_out(
-    extracted: fx.GraphModule, donated: Sequence[int], positions: Sequence[int]
-) -> tuple[fx.GraphModule, tuple[int, ...]]:
-    """A segment without the inputs at ``positions``, and which of the others are donated."""
-    if positions:
-        LeaveOutZeros(positions)(extracted)
-    return extracted, tuple(p - sum(out < p for out in positions) for p in donated)
 
 
 def _failure(name: str, layer: str, direction: str, error: Exception) -> SegmentCompileError:

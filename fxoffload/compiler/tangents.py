@@ -3,22 +3,25 @@
 [Note: Gradients that nothing comes from] Stock models return logits and caches together with the loss, and most loops
 use the loss alone. Autograd then makes zeros for the others and holds them until the backward has ended: 2.3 GiB for
 8,192 tokens and 151,936 words. Our graphs have autograd pass None instead (``fxoffload.backend``). Where one of the
-outputs is a loss, segments are compiled without these gradients (``without_tangents``); else the graph makes zeros.
+outputs is a loss, segments that would add these gradients are compiled without them (``without_tangents``). For others
+the graph makes zeros, which die with their last reader. Where those are of sizes that vary, autograd makes all.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 import torch
 import torch.fx as fx
 from torch import Tensor
 
+from fxoffload.analysis.segmentation import Segment, Segmentation
 from fxoffload.analysis.values import output_values, tensor_of
 from fxoffload.passes.leave_out_zeros import can_be_left_out
 from fxoffload.runtime.tracker.outputs import Zeros
 from fxoffload.torch_private.op_schemas import mutated_args
-from fxoffload.torch_private.symbolic_sizes import hint
+from fxoffload.torch_private.symbolic_sizes import hint, told_symbols
 from fxoffload.torch_private.tensor_subclasses import is_traceable_wrapper_subclass
 
 
@@ -51,14 +54,27 @@ def zeros_of(backward: fx.GraphModule) -> tuple[Zeros, ...]:
     return tuple(found)
 
 
-def left_out(backward: fx.GraphModule) -> frozenset[str]:
-    """Names of the tangents that a backward can be compiled without: all of tensors, or none."""
+def left_out(backward: fx.GraphModule, segmentation: Segmentation) -> frozenset[str]:
+    """Names of the tangents that the segments of a backward can be compiled without."""
     if not zeros_of(backward):
         return frozenset()
-    found = [n for n in tangents_of(backward) if (value := tensor_of(n)) is not None and value.dim()]
+    every = frozenset(tangents_of(backward))
     kept = {*output_values(backward.graph), *(v for n in backward.graph.nodes for v in mutated_args(n))}
-    are_zeros = all(n not in kept and can_be_left_out(n) for n in found)
-    return frozenset(n.name for n in found) if are_zeros else frozenset()
+    found = {n for n in every - kept if (value := tensor_of(n)) is not None and value.dim()}
+    for segment in segmentation.segments:
+        mine = found.intersection(segment.inputs)
+        found -= {n for n in mine if not can_be_left_out(segment, n, every)}
+        if not _tells_its_sizes(segment, found):
+            found -= mine
+    return frozenset(n.name for n in found)
+
+
+def _tells_its_sizes(segment: Segment, left_out: Collection[fx.Node]) -> bool:
+    """Whether the other inputs of a segment tell all sizes that those which are left out tell."""
+    values: dict[bool, list[object]] = {True: [], False: []}
+    for node in segment.inputs:
+        values[node in left_out].append(node.meta.get("val"))
+    return told_symbols(values[True]) <= told_symbols(values[False])
 
 
 def is_loss(value: object) -> bool:

@@ -129,6 +129,7 @@ class VariantMaker:
         self._builder = builder
         self._variants = variants
         self._graph = compiled.graph
+        self._left_out = compiled.backward.left_out
         self._kwargs = (dict(compiled.forward_kwargs), dict(compiled.backward_kwargs))
         self._signature = Signature.of(compiled.forward.gm, compiled.backward.gm, settings.num_user_outputs)
         self._points: tuple[Points, ...] | None = None
@@ -195,6 +196,8 @@ class VariantMaker:
         settings, down, up = self._settings, partitioning.forward_state, partitioning.backward_state
         if partitioning.step is None or up is None or not partitioning.step.forward or not partitioning.step.backward:
             raise _Unfit("it saves nothing that may move")
+        if up.left_out != self._left_out:
+            raise _Unfit("its segments need zeros for other outputs")
         other = Signature.of(partitioning.forward, partitioning.backward, settings.num_user_outputs)
         layout = fit(self._signature, other)
         if layout is None:

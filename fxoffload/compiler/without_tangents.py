@@ -60,7 +60,7 @@ class WithoutTangents:
     def _version(self, missing: Positions) -> Compiled:
         with self._lock:
             if missing not in self._versions:
-                log.info("gradients come from outputs besides the loss: a segment is compiled with them")
+                log.info("outputs besides the loss are given gradients: a segment is compiled with them")
                 self._versions[missing] = self._compile_without(missing)
             return self._versions[missing]
 

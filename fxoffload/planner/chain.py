@@ -240,10 +240,9 @@ class _ChainBuilder:
         infos = [self.infos[k][name] for k, name in members]
         (first, _), info = members[0], infos[0]
         name = f"call {members[0][0]}/{members[0][1]}"
-        is_left_out = info.is_tangent and len(members) == 1 and self.calls[first].leaves_out_tangents
-        nbytes = 0 if is_left_out else max(i.nbytes for i in infos)
+        nbytes = max(i.nbytes for i in infos)
         self.names.update(dict.fromkeys(members, name))
-        plain = StorageInfo(name, nbytes)
+        plain = StorageInfo(name, nbytes, is_left_out=all(i.is_left_out for i in infos))
         mover = self._mover(members, edge_memory.until)
         if mover is not None:
             self._add_candidate(mover, name, nbytes, edge_memory)

@@ -301,11 +301,10 @@ class _ProgramBuilder:
         lives = []
         for storage in self.step.storages:
             name = storage.name
-            if storage.is_input or name in candidates:
+            if storage.is_input or storage.is_left_out or name in candidates:
                 continue
             if storage.is_tangent:
-                if not self.step.leaves_out_tangents:
-                    lives.append((begin, end, storage.nbytes))
+                lives.append((begin, end, storage.nbytes))
             elif name in self.down.first_write:
                 last = max(self.down.last_read.get(name, -1), self.down.last_write[name], due.get(name, -1))
                 stop = max(

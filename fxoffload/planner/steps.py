@@ -36,6 +36,7 @@ class StorageInfo:
             is too small to move.
         is_input: the caller's, allocated before the step: it takes no bytes of the step, and is never taken back.
         is_tangent: a gradient that the backward is given; there from its beginning on.
+        is_left_out: a tangent that does not come: segments are compiled without it, and it takes no memory.
         is_output: the caller of the forward sees it.
         is_gradient: the backward returns it.
         of_turn: among the values that the forward saves last (``fxoffload.passes.find_turn``).
@@ -55,6 +56,7 @@ class StorageInfo:
     moved_bytes: int | None = None
     is_input: bool = False
     is_tangent: bool = False
+    is_left_out: bool = False
     is_output: bool = False
     is_gradient: bool = False
     of_turn: bool = False
@@ -117,8 +119,6 @@ class TrainingStep:
             nothing of this one stays as ``of_turn``.
         holds_outputs: whether the caller holds the forward's outputs until the step ends, not only until the backward
             begins.
-        leaves_out_tangents: whether there are no tangents, since no loss comes from outputs but a loss itself. Autograd
-            holds others until the backward ends.
         releases: forward segments that a release follows, -1 for the entry; None: one release follows the last reader
             of each offload op's storages.
         runs: of a step in which forwards begin after backwards: how many forward segments run, then how many backward
@@ -133,7 +133,6 @@ class TrainingStep:
     heavy_head: bool = False
     followed: bool = False
     holds_outputs: bool = True
-    leaves_out_tangents: bool = False
     releases: tuple[int, ...] | None = None
     runs: tuple[tuple[int, int], ...] = ()
 
@@ -147,8 +146,10 @@ class TrainingStep:
         return found
 
     def with_tangents(self) -> TrainingStep:
-        """There are all tangents: gradients, or zeros that autograd makes."""
-        return replace(self, leaves_out_tangents=False)
+        """All tangents are there: gradients, or zeros that autograd makes."""
+        if not any(s.is_left_out for s in self.storages):
+            return self
+        return replace(self, storages=tuple(replace(s, is_left_out=False) for s in self.storages))
 
     def with_outputs_held(self) -> TrainingStep:
         """The caller holds the outputs, and gradients come from them. At most: working sets may have counted on
@@ -360,7 +361,8 @@ class _BackwardReader:
         self._sizes = _sizes(outer.graph, device)
         # Storage class -> name in the step; None for the caller's memory.
         self._names: dict[str, str | None] = {}
-        self._tangents: set[str] = set()
+        self._tangents: dict[str, bool] = {}  # storage class -> whether it is left out
+        left_out = _left_out(outer)
         unread: list[str] = []
         for node in outer.graph.nodes:
             if not _is_given(node):
@@ -371,7 +373,7 @@ class _BackwardReader:
                 if name is not None and not node.users and node.name not in forward.candidate_of:
                     unread.append(name)
             elif node.op == "placeholder" and key not in self._names:
-                self._tangents.add(key)
+                self._tangents[key] = self._tangents.get(key, True) and node in left_out
             else:
                 self._names.setdefault(key, None)
         for key in self._sizes:
@@ -420,10 +422,22 @@ class _BackwardReader:
             v.meta[STORAGE_KEY] for v in output_values(self._graph) if isinstance(v, fx.Node) and STORAGE_KEY in v.meta
         }
         return [
-            StorageInfo(name, nbytes, is_tangent=key in self._tangents, is_gradient=key in returned and name in made)
+            StorageInfo(
+                name,
+                nbytes,
+                is_tangent=key in self._tangents,
+                is_left_out=self._tangents.get(key, False),
+                is_gradient=key in returned and name in made,
+            )
             for key, nbytes in self._sizes.items()
             if (name := self._names[key]) is not None and (name in made or key in self._tangents)
         ]
+
+
+def _left_out(outer: fx.GraphModule) -> set[object]:
+    """The tangents that the segments which read them are compiled without."""
+    calls = outer.graph.find_nodes(op="call_module")
+    return {n.args[i] for n in calls for i in getattr(outer.get_submodule(str(n.target)), "left_out", ())}
 
 
 def _is_given(node: fx.Node) -> bool:

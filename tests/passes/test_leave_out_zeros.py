@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.fx as fx
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
 
+from fxoffload.analysis.segmentation import Segment
+from fxoffload.errors import PassError
+from fxoffload.passes.cut_segments import CutSegments
 from fxoffload.passes.leave_out_zeros import LeaveOutZeros, can_be_left_out
 from tests.capture import Sketch
 
@@ -65,16 +70,6 @@ def test_zeros_on_their_way_stay_zeros() -> None:
     assert names(gm) == ["aten.mul.Tensor"]
 
 
-def test_a_sum_of_zeros() -> None:
-    sketch = Sketch()
-    a, one, other = (sketch.input(n, *SIZES) for n in ("a", "one", "other"))
-    both = sketch.op(aten.add.Tensor, one, other)
-    total = sketch.op(aten.add.Tensor, sketch.op(aten.neg.default, a), both)
-    gm = sketch.module([total, sketch.op(aten.mul.Tensor, both, 2.0)])
-    assert left_out(gm, 1, 2) == 1
-    assert "aten.full.default" in names(gm)
-
-
 def _outside(sketch: Sketch, tangent: fx.Node) -> list[fx.Node]:
     return [sketch.op(aten.add.Tensor, tangent, sketch.input("a", *SIZES))]
 
@@ -89,30 +84,12 @@ def _lies_otherwise(sketch: Sketch, tangent: fx.Node) -> list[fx.Node]:
     return [sketch.op(aten.add.Tensor, tangent, sketch.op(aten.mul.Tensor, turned, 2.0))]
 
 
-def _wider(sketch: Sketch, tangent: fx.Node) -> list[fx.Node]:
-    row = sketch.op(aten.mul.Tensor, sketch.input("a", SIZES[1]), 2.0)
-    return [sketch.op(aten.add.Tensor, tangent, row)]
-
-
-def _scaled(sketch: Sketch, tangent: fx.Node) -> list[fx.Node]:
-    grad = sketch.op(aten.mul.Tensor, sketch.input("a", *SIZES), 2.0)
-    return [sketch.op(aten.add.Tensor, tangent, grad, alpha=3)]
-
-
 @pytest.mark.parametrize("case", [_outside, _returned, _lies_otherwise])
 def test_a_sum_is_a_copy(case: Callable[[Sketch, fx.Node], list[fx.Node]]) -> None:
     sketch = Sketch()
     gm = sketch.module(case(sketch, sketch.input("tangent", *SIZES)))
     assert left_out(gm, 0) == 0
     assert "aten.clone.default" in names(gm) and "aten.add.Tensor" not in names(gm)
-
-
-@pytest.mark.parametrize("case", [_wider, _scaled])
-def test_an_op_reads_a_constant(case: Callable[[Sketch, fx.Node], list[fx.Node]]) -> None:
-    sketch = Sketch()
-    gm = sketch.module(case(sketch, sketch.input("tangent", *SIZES)))
-    assert left_out(gm, 0) == 0
-    assert {"aten.full.default", "aten.add.Tensor"} <= set(names(gm))
 
 
 def test_an_operand_is_returned_once() -> None:
@@ -124,45 +101,75 @@ def test_an_operand_is_returned_once() -> None:
     assert left_out(gm, 1, 2) == 1
 
 
-def test_zeros_that_lie_across() -> None:
-    """The layout of the result says that they do."""
+def test_a_view_of_a_sum_is_in_memory_of_its_own() -> None:
+    """The first sum is a copy; a view of it is the second one's other operand."""
     sketch = Sketch()
-    tangent, other = sketch.input("tangent", 3, 4, 5), sketch.input("a", 2)
-    tangent.meta["val"] = tangent.meta["val"].permute(2, 0, 1).contiguous().permute(1, 2, 0)
-    gm = sketch.module([sketch.op(aten.mul.Tensor, tangent, 2.0), sketch.op(aten.neg.default, other)])
-    assert gm.graph.find_nodes(op="placeholder")[0].meta["val"].stride() == (4, 1, 12)
-    assert left_out(gm, 0) == 0
+    x, *tangents = (sketch.input(n, *SIZES) for n in ("a", "one", "two"))
+    first = sketch.op(aten.add.Tensor, tangents[0], x)
+    second = sketch.op(aten.add.Tensor, tangents[1], sketch.op(aten.view.default, first, list(SIZES)))
+    gm = sketch.module([first, second])
+    assert left_out(gm, 1, 2) == 0
 
 
-def _sum(tangent: Tensor, *, varies: bool, fn: Callable[[Tensor, Tensor], Tensor] = torch.add) -> fx.Node:
-    """The tangent in a graph of ``fn``, whose sizes vary or do not."""
-    gm = make_fx(fn, tracing_mode="symbolic" if varies else "fake")(tangent, torch.zeros(tangent.shape))
-    return gm.graph.find_nodes(op="placeholder")[0]
+def test_what_is_no_sum_is_an_error() -> None:
+    sketch = Sketch()
+    gm = sketch.module([sketch.op(aten.mul.Tensor, sketch.input("tangent", *SIZES), sketch.input("a", *SIZES))])
+    with pytest.raises(PassError, match="expected zeros that are added, found"):
+        LeaveOutZeros([0])(gm)
 
 
-def test_what_can_be_left_out() -> None:
-    for tangent, fits in {
-        torch.zeros(3, 4): True,
-        torch.zeros(3, 4).t(): True,
-        torch.zeros(3, 1).expand(3, 4): True,  # it is only added
-    }.items():
-        assert can_be_left_out(_sum(tangent, varies=False)) is fits
-    assert not can_be_left_out(_sum(torch.zeros(3, 1).expand(3, 4), varies=False, fn=torch.mul))
-    assert can_be_left_out(_sum(torch.zeros(3, 4), varies=False, fn=torch.mul))
-    # Where sizes vary there are no constants.
-    assert can_be_left_out(_sum(torch.zeros(3, 4), varies=True))
-    assert can_be_left_out(_sum(torch.zeros(3, 4), varies=True, fn=lambda t, x: t.view(x.shape).neg() + x))
-    assert not can_be_left_out(_sum(torch.zeros(3, 4), varies=True, fn=torch.mul))
-    assert not can_be_left_out(_sum(torch.zeros(3, 4), varies=True, fn=lambda t, x: (t + x, t)))  # type: ignore[arg-type]
+# -- what can be left out ----------------------------------------------------------------------------------------------
 
 
-def test_sizes_that_vary() -> None:
-    trace = make_fx(lambda t, x: (t + x * 2, t.view(-1) + x.view(-1)), tracing_mode="symbolic")
-    gm = trace(torch.zeros(4, 5), torch.ones(4, 5))
-    at = next(i for i, n in enumerate(gm.graph.find_nodes(op="placeholder")) if isinstance(n.meta["val"], Tensor))
-    LeaveOutZeros([at])(gm)
-    gm.graph.lint()
-    assert "aten.add.Tensor" not in names(gm)
-    x = torch.arange(12.0).view(3, 4)
-    first, second = gm(x)
-    assert torch.equal(first, 2 * x) and torch.equal(second, x.view(-1)) and second.data_ptr() != x.data_ptr()
+Fn = Callable[[Tensor, Tensor], Any]
+FITS: dict[str, Fn] = {
+    "added": lambda t, x: t + x * 2,
+    "added twice": lambda t, x: (t + x * 2, t + x * 3),
+    "added as a view": lambda t, x: t.view(-1) + x.view(-1),
+    "added as another type": lambda t, x: t.half() + x.half(),
+    "added to something that lies across": lambda t, x: t + (x * 2).t(),
+}
+FAILS: dict[str, Fn] = {
+    "multiplied": lambda t, x: t * x,
+    "scaled": lambda t, x: torch.add(x, t, alpha=2),
+    "added to a row": lambda t, x: t + x[0],
+    "added to itself": lambda t, x: (t + t.neg()) * x,
+    "returned": lambda t, x: (t + x, t.view(-1)),
+    "and multiplied": lambda t, x: (t + x, t.neg() * x),
+}
+
+
+def traced(fn: Fn, *, varies: bool) -> fx.GraphModule:
+    square = torch.zeros(4, 4)
+    trace = make_fx(lambda t, x: tuple(pytree.tree_leaves(fn(t, x))), tracing_mode="symbolic" if varies else "fake")
+    return trace(square, torch.ones(4, 4))
+
+
+def tangent_of(gm: fx.GraphModule) -> tuple[int, fx.Node]:
+    placeholders = enumerate(gm.graph.find_nodes(op="placeholder"))
+    return next((i, n) for i, n in placeholders if isinstance(n.meta["val"], Tensor))
+
+
+@pytest.mark.parametrize("varies", [False, True])
+def test_only_sums_need_no_zeros(varies: bool) -> None:
+    for name, fn in {**FITS, **FAILS}.items():
+        gm = traced(fn, varies=varies)
+        at, tangent = tangent_of(gm)
+        (segment,) = CutSegments(whole=True)(gm).segments
+        assert can_be_left_out(segment, tangent, [tangent]) is (name in FITS), name
+        if name in FITS:
+            x = torch.arange(16.0).view(4, 4)
+            before = gm(torch.zeros(4, 4), x)
+            LeaveOutZeros([at])(gm)
+            gm.graph.lint()
+            for one, other in zip(gm(x), before, strict=True):
+                assert torch.equal(one, other) and one.stride() == other.stride(), name
+
+
+def test_a_view_that_another_segment_reads_needs_zeros() -> None:
+    gm = traced(lambda t, x: t.view(-1) + x.view(-1), varies=False)
+    _, tangent = tangent_of(gm)
+    view, other, total = (n for n in gm.graph.nodes if n.op == "call_function")
+    first = Segment("first", "", (view, other), (tangent, other.args[0]), (view, other))
+    assert not can_be_left_out(first, tangent, [tangent])
+    assert can_be_left_out(Segment("second", "", (total,), (view, other), (total,)), tangent, [tangent])

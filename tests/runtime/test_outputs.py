@@ -48,10 +48,10 @@ def test_several_forwards_before_a_backward_say_nothing() -> None:
     assert outputs.are_held is None
 
 
-def test_gradients_are_told_by_bytes_from_zeros_that_were_made() -> None:
+def test_gradients_are_told_from_zeros_that_were_made() -> None:
     outputs = Outputs()
     outputs.zeros = [Zeros(i, shape, (1,) * len(shape), torch.float32, torch.device("cpu")) for i, shape in SHAPES]
-    for given, expected in (((0,), None), ((1,), False), ((2,), True), ((1, 2), True), ((), False)):
+    for given, expected in (((0,), None), ((1,), True), ((2,), True), ((1, 2), True), ((), False)):
         outputs.have_gradients = None
         args = [torch.ones(shape) if i in given else None for i, shape in SHAPES]
         if expected is None:  # a loss alone

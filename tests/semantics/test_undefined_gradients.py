@@ -155,6 +155,59 @@ def test_segments_leave_tangents_out_until_some_come() -> None:
     assert {fn.num_compiled for fn in without} == {2}  # type: ignore[union-attr]
 
 
+class Layer(nn.Module):
+    """Returns one of two states beside its output: without that one's gradient, layers of both kinds are the same."""
+
+    def __init__(self, *, first: bool) -> None:
+        super().__init__()
+        self.linear, self.first = nn.Linear(WIDTH, WIDTH), first
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        one = self.linear(x) * 0.5
+        other = one * 3
+        return x + other * 0.7, (one if self.first else other).clone()
+
+
+class Layered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(first=i % 2 == 0) for i in range(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        states = []
+        for layer in self.layers:
+            x, state = layer(x)
+            states.append(state)
+        return (x.square().mean(), *states)
+
+
+def test_layers_that_add_a_gradient_elsewhere_share_no_code() -> None:
+    torch.manual_seed(0)
+    model = Layered()
+    call = torch.compile(model, backend="fxoffload", options=rehearsal_options(policy="offload_all"))
+    check_gradients(model, call, USES[ALONE])
+    (graph,) = fxoffload.graphs()
+    assert any(c.left_out for c in calls_of(graph))
+    check_gradients(model, call, lambda o: sum(s.sin().mean() for s in o).backward())
+
+
+def test_returned_gradients_share_no_memory() -> None:
+    """Both are the gradient of one sum, and accumulate on their own."""
+    one, two = (nn.Parameter(torch.zeros(16).view(shape)) for shape in ((16,), (4, 4)))
+
+    def run(x: Tensor) -> tuple[Tensor, ...]:
+        seen = one.view(4, 4)
+        return ((seen + two) * x).sin().mean(), seen.clone(), two.clone()
+
+    call = torch.compile(run, backend="fxoffload", options=rehearsal_options(policy="offload_all"))
+    x = torch.ones(4, 4)
+    for _ in range(2):
+        call(x)[0].backward()
+    assert one.grad is not None and two.grad is not None
+    assert torch.equal(one.grad.view(4, 4), two.grad) and one.grad.data_ptr() != two.grad.data_ptr()
+    torch.testing.assert_close(two.grad, torch.full((4, 4), 2 / 16))
+
+
 def test_sizes_that_vary() -> None:
     """No zeros of their size can be made beforehand, and none are needed."""
     torch.manual_seed(0)
@@ -169,6 +222,23 @@ def test_sizes_that_vary() -> None:
             torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5)
     (graph,) = fxoffload.graphs()
     assert any(c.left_out for c in calls_of(graph))
+
+
+def test_zeros_that_are_no_summand_where_sizes_vary() -> None:
+    """A cache's view, and a negation: autograd makes the zeros."""
+    torch.manual_seed(0)
+    linear = nn.Linear(WIDTH, WIDTH)
+
+    def run(x: Tensor) -> tuple[Tensor, ...]:
+        y = linear(x)
+        return y.square().mean(), y.view(-1, 2, WIDTH // 2).transpose(0, 1), -y
+
+    call = torch.compile(run, backend="fxoffload", dynamic=True, options=rehearsal_options(policy="offload_all"))
+    for rows, use in ((4, ALONE), (6, "a view"), (5, ALONE)):
+        x = torch.randn(rows, WIDTH)
+        found, expected = (gradients(linear, f, USES[use], x) for f in (call, run))
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5)
 
 
 def test_the_loss_alone() -> None:

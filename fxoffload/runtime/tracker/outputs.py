@@ -45,7 +45,7 @@ class Outputs:
     """The outputs of one graph, by bytes, without a loss: numbers do not count.
 
     Attributes:
-        zeros: for the gradients of all outputs; empty: autograd makes them.
+        zeros: in place of the gradients of all outputs; empty: autograd makes them.
         left_out: positions of the backward's arguments that stay None where nothing comes from them.
         are_held: whether the caller still holds the outputs (logits, say) when the backward has ended; None where there
             are none, or where several forwards ran before it.
@@ -68,7 +68,7 @@ class Outputs:
         self._refs = [(StorageRef(t), t.untyped_storage().nbytes()) for t in plain]
 
     def backward_begins(self, args: list[Any]) -> None:
-        """With these arguments, in which zeros take the place of gradients that nothing comes from."""
+        """With these arguments. Zeros take the place of gradients that nothing comes from, but for those left out."""
         given = missing = 0
         for zeros in self.zeros:
             is_missing = args[zeros.position] is None
@@ -77,7 +77,7 @@ class Outputs:
             nbytes = zeros.nbytes if zeros.shape else 0
             missing, given = missing + nbytes * is_missing, given + nbytes * (not is_missing)
         if given + missing:
-            self.have_gradients = given > missing
+            self.have_gradients = given > 0
 
     def backward_ended(self) -> None:
         """Nothing is held on the graph's behalf any more."""
