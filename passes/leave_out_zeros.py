@@ -101,7 +101,7 @@ def _readers(
 
 
 def _viewed(node: fx.Node) -> fx.Node:
-    """What it is a view or cast of."""
+    """The value that ``node`` is a view or cast of."""
     while op_name(node.target) in _STAY_ZEROS:
         node = node.all_input_nodes[0]
     return node

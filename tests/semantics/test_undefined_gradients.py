@@ -156,7 +156,7 @@ def test_segments_leave_tangents_out_until_some_come() -> None:
 
 
 class Layer(nn.Module):
-    """Returns one of two states beside its output: without that one's gradient, layers of both kinds are the same."""
+    """Returns one of two states. Without a gradient of it, layers of both kinds are the same."""
 
     def __init__(self, *, first: bool) -> None:
         super().__init__()
