@@ -38,7 +38,10 @@ def graph_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
 
 def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
     """The same code over the same attributes, as a graph of its own, and so are graphs that it runs (of higher-order
-    ops): Inductor changes those too. Node metadata is shared value by value."""
+    ops): Inductor changes those too. Node metadata is shared value by value.
+
+    Needed by torch 2.11 to 2.14: as ``graph_module``.
+    """
     copied = graph_module(gm, copy_of(gm.graph))
     copied.meta = dict(gm.meta)
     for name, child in list(copied.named_modules(remove_duplicate=False)):
