@@ -55,9 +55,9 @@ def zeros_of(backward: fx.GraphModule) -> tuple[Zeros, ...]:
 
 
 def left_out(backward: fx.GraphModule, segmentation: Segmentation) -> frozenset[str]:
-    """Names of the tangents that the segments of a backward can be compiled without."""
-    if not zeros_of(backward):
-        return frozenset()
+    """Names of the tangents that the segments of a backward can be compiled without. None, where others are of sizes
+    that vary: autograd makes zeros for all then."""
+    zeros, placeholders = zeros_of(backward), backward.graph.find_nodes(op="placeholder")
     every = frozenset(tangents_of(backward))
     kept = {*output_values(backward.graph), *(v for n in backward.graph.nodes for v in mutated_args(n))}
     found = {n for n in every - kept if (value := tensor_of(n)) is not None and value.dim()}
@@ -66,7 +66,8 @@ def left_out(backward: fx.GraphModule, segmentation: Segmentation) -> frozenset[
         found -= {n for n in mine if not can_be_left_out(segment, n, every)}
         if not _tells_its_sizes(segment, found):
             found -= mine
-    return frozenset(n.name for n in found)
+    can_be_made = all(z.is_fixed or placeholders[z.position] in found for z in zeros)
+    return frozenset(n.name for n in found) if zeros and can_be_made else frozenset()
 
 
 def _tells_its_sizes(segment: Segment, left_out: Collection[fx.Node]) -> bool:

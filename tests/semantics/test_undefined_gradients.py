@@ -225,13 +225,13 @@ def test_sizes_that_vary() -> None:
 
 
 def test_zeros_that_are_no_summand_where_sizes_vary() -> None:
-    """A cache's view, and a negation: autograd makes the zeros."""
+    """A cache's view, and a negation: autograd makes the zeros, then for logits too."""
     torch.manual_seed(0)
     linear = nn.Linear(WIDTH, WIDTH)
 
     def run(x: Tensor) -> tuple[Tensor, ...]:
         y = linear(x)
-        return y.square().mean(), y.view(-1, 2, WIDTH // 2).transpose(0, 1), -y
+        return y.square().mean(), y.view(-1, 2, WIDTH // 2).transpose(0, 1), -y, y * 1
 
     call = torch.compile(run, backend="fxoffload", dynamic=True, options=rehearsal_options(policy="offload_all"))
     for rows, use in ((4, ALONE), (6, "a view"), (5, ALONE)):
@@ -239,6 +239,7 @@ def test_zeros_that_are_no_summand_where_sizes_vary() -> None:
         found, expected = (gradients(linear, f, USES[use], x) for f in (call, run))
         for name, gradient in expected.items():
             torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5)
+    assert all(not c.left_out for graph in fxoffload.graphs() for c in calls_of(graph))
 
 
 def test_the_loss_alone() -> None:
