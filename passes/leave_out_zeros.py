@@ -7,8 +7,8 @@ are zeros then: a segment reads them to add them. With input 1 left out, before 
     %sum  = add(%arg_1, %grad)                    ->       %out  = mm(%grad, %arg_2)
     %out  = mm(%sum, %arg_2)
 
-A sum is a copy of its other operand where that lies otherwise in memory, comes from outside, or is returned too. An
-input that is read by anything but sums stays: zeros would be made for it.
+A sum is a copy of its other operand where that lies otherwise in memory, is part of something larger, comes from
+outside, or is returned too. An input that is read by anything but sums stays: zeros would be made for it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.fx as fx
 
 from fxoffload.analysis.op_costs import aten_names, op_name
 from fxoffload.analysis.segmentation import Segment
-from fxoffload.analysis.values import Storages, output_values, tensor_of
+from fxoffload.analysis.values import Storages, extent_bytes, output_values, tensor_of
 from fxoffload.errors import PassError
 from fxoffload.torch_private.symbolic_sizes import form_of, form_when_contiguous
 
@@ -130,10 +130,7 @@ def _lie_alike(one: fx.Node, other: fx.Node) -> bool:
 
 def _replace(graph: fx.Graph, reader: fx.Node, other: fx.Node) -> bool:
     """``other`` takes the place of ``reader``, or a copy of it does. Returns which: whether it is itself."""
-    storages = Storages(graph.nodes)
-    shown = (*graph.find_nodes(op="placeholder"), *output_values(graph))
-    taken = {storages.root(v) for v in shown if isinstance(v, fx.Node)}
-    is_itself = _lie_alike(reader, other) and storages.root(other) not in taken
+    is_itself = _lie_alike(reader, other) and _is_all_of_its_memory(graph, reader, other)
     if not is_itself:
         kind = torch.contiguous_format if _is_contiguous(reader) else torch.preserve_format
         with graph.inserting_before(reader):
@@ -142,6 +139,18 @@ def _replace(graph: fx.Graph, reader: fx.Node, other: fx.Node) -> bool:
     reader.replace_all_uses_with(other)
     graph.erase_node(reader)
     return is_itself
+
+
+def _is_all_of_its_memory(graph: fx.Graph, reader: fx.Node, other: fx.Node) -> bool:
+    """Whether ``other`` has memory that is no input's, is not returned, and is not larger. ``Storages`` knows by fake
+    memory alone that an ``_unsafe_view`` is one, and that of a sum goes with it."""
+    storages = Storages(graph.nodes)
+    shown = (*graph.find_nodes(op="placeholder"), *output_values(graph))
+    if storages.root(other) in {storages.root(v) for v in shown if isinstance(v, fx.Node)}:
+        return False
+    extents = [extent_bytes(v) for n in storages.members(other) if (v := tensor_of(n)) is not None]
+    is_viewed = any(op_name(u.target) == "aten._unsafe_view" for u in reader.users)
+    return None not in extents and extent_bytes(other.meta["val"]) == max(e or 0 for e in extents) and not is_viewed
 
 
 def _erase_views(graph: fx.Graph, zeros: fx.Node) -> None:

@@ -19,6 +19,7 @@ from fxoffload.analysis.segmentation import Segment
 from fxoffload.analysis.values import TRACED_KEY
 from fxoffload.compiler.kernels import PendingKernels
 from fxoffload.compiler.structural_key import structural_key
+from fxoffload.compiler.tangents import zeros_like
 from fxoffload.compiler.without_tangents import WithoutTangents
 from fxoffload.counters import counters
 from fxoffload.errors import SegmentCompileError
@@ -163,7 +164,9 @@ class SegmentCompiler:
 
         def compile_later(positions: Sequence[int]) -> Compiled:
             try:
-                with contextlib.nullcontext() if surroundings is None else surroundings.restored(compiles=True):
+                restored = contextlib.nullcontext() if surroundings is None else surroundings.restored(compiles=True)
+                # An entry of Inductor's cache may assume more of sizes that vary.
+                with restored, inductor_config.patch(fx_graph_cache=False):
                     found = compile_without(positions)
                     self.pending.finish(save=True)
                 return found
@@ -172,7 +175,11 @@ class SegmentCompiler:
                 return boxed_eager(without(positions))
 
         compiled = compile_without(call.left_out)
-        return WithoutTangents(compiled, call.left_out, compile_later, compiled_layouts(compiled, outputs))
+        zeros = [zeros_like(i, segment.inputs[i].meta["val"]) for i in call.left_out]
+        fixed = [z for z in zeros if z is not None and z.is_fixed]
+        layouts = compiled_layouts(compiled, outputs)
+        can_be_made = len(fixed) == len(zeros)
+        return WithoutTangents(compiled, call.left_out, fixed if can_be_made else (), compile_later, layouts)
 
     def _compile(
         self, extracted: fx.GraphModule, segment: Segment, donated: Sequence[int], graph_kwargs: Mapping[str, Any]

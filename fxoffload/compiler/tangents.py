@@ -3,8 +3,8 @@
 [Note: Gradients that nothing comes from] Stock models return logits and caches together with the loss, and most loops
 use the loss alone. Autograd then makes zeros for the others and holds them until the backward has ended: 2.3 GiB for
 8,192 tokens and 151,936 words. Our graphs have autograd pass None instead (``fxoffload.backend``). Where one of the
-outputs is a loss, segments that would add these gradients are compiled without them (``without_tangents``). For others
-the graph makes zeros, which die with their last reader. Where those are of sizes that vary, autograd makes all.
+outputs is a loss, segments that would only add these gradients are compiled without them (``without_tangents``). For
+others the graph makes zeros. Where those are of sizes that vary, autograd makes all.
 """
 
 from __future__ import annotations
@@ -41,17 +41,24 @@ def zeros_of(backward: fx.GraphModule) -> tuple[Zeros, ...]:
     for position, node in enumerate(backward.graph.find_nodes(op="placeholder")):
         if not _is_tangent(node):
             continue
-        value = node.meta.get("val")
-        if not isinstance(value, Tensor) or value.layout is not torch.strided or is_traceable_wrapper_subclass(value):
+        zeros = zeros_like(position, node.meta.get("val"))
+        if zeros is None:
             return ()
-        sizes = (*value.shape, *value.stride())
-        hints = [h for n in sizes if (h := hint(n)) is not None]
-        if len(hints) < len(sizes):
-            return ()
-        shape, stride = tuple(hints[: value.dim()]), tuple(hints[value.dim() :])
-        is_fixed = all(type(n) is int for n in sizes)
-        found.append(Zeros(position, shape, stride, value.dtype, value.device, is_fixed))
+        found.append(zeros)
     return tuple(found)
+
+
+def zeros_like(position: int, value: object) -> Zeros | None:
+    """Zeros like a traced value, for the argument at ``position``; None for what is no plain tensor, or of unknown
+    size."""
+    if not isinstance(value, Tensor) or value.layout is not torch.strided or is_traceable_wrapper_subclass(value):
+        return None
+    sizes = (*value.shape, *value.stride())
+    hints = [h for n in sizes if (h := hint(n)) is not None]
+    if len(hints) < len(sizes):
+        return None
+    shape, stride = tuple(hints[: value.dim()]), tuple(hints[value.dim() :])
+    return Zeros(position, shape, stride, value.dtype, value.device, all(type(n) is int for n in sizes))
 
 
 def left_out(backward: fx.GraphModule, segmentation: Segmentation) -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""A segment that is compiled without tangents, and once more with those that come.
+"""A segment that is compiled without tangents, and again with those that come.
 
 See [Note: Gradients that nothing comes from] in ``compiler.tangents``. What a segment is given in their place is None.
 """
@@ -13,7 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxoffload.runtime.tracker.outputs import Zeros
+
 log = logging.getLogger(__name__)
+
+# Of some tangents and not of others; then zeros take the place of those that do not come.
+_MOST_VERSIONS = 3
 
 Compiled = Callable[[list[Any]], Sequence[Any]]
 Positions = tuple[int, ...]
@@ -25,6 +30,7 @@ class WithoutTangents:
     Args:
         compiled: takes the inputs but for the tangents.
         left_out: positions of the tangents, in order.
+        zeros: in place of the tangents; empty where their sizes vary.
         compile_without: compiles the segment for the inputs but for those at some positions.
         outputs: fake results of ``compiled``: the next segments expect that layout.
     """
@@ -33,29 +39,35 @@ class WithoutTangents:
         self,
         compiled: Compiled,
         left_out: Positions,
+        zeros: Sequence[Zeros],
         compile_without: Callable[[Positions], Compiled],
         outputs: Sequence[Any],
     ) -> None:
         self.compiled = compiled
         self._left_out = left_out
+        self._zeros = tuple(zeros)
         self._compile_without = compile_without
         self._strides = [_fixed_strides(v) for v in outputs]
         self._versions: dict[Positions, Compiled] = {}
         self._lock = threading.Lock()
 
-    @property
-    def num_compiled(self) -> int:
-        """How many versions of the segment are compiled."""
-        return 1 + len(self._versions)
-
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         missing = tuple(i for i in self._left_out if args[i] is None)
+        if missing and self._zeros and missing not in (self._left_out, *self._versions) and self._is_full():
+            for zeros in self._zeros:
+                if args[zeros.position] is None:
+                    args[zeros.position] = zeros.make()
+            missing = ()
         for position in reversed(missing):
             del args[position]
         if missing == self._left_out:
             return self.compiled(args)
         results = self._version(missing)(args)
         return [_laid_out(result, strides) for result, strides in zip(results, self._strides, strict=True)]
+
+    def _is_full(self) -> bool:
+        """Whether the next version is the one with all tangents."""
+        return len(self._versions) >= _MOST_VERSIONS
 
     def _version(self, missing: Positions) -> Compiled:
         with self._lock:

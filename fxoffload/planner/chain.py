@@ -199,7 +199,7 @@ class _ChainBuilder:
         self.up_reads: dict[int, list[str]] = defaultdict(list)
         self.up_writes: dict[int, list[str]] = defaultdict(list)
         for item in edge_memory:
-            self._share(item)
+            self._share(item, is_seen=True)
         for k, infos in enumerate(self.infos):
             for name, info in infos.items():
                 if (k, name) not in self.names:
@@ -229,8 +229,8 @@ class _ChainBuilder:
 
     # -- storages ------------------------------------------------------------------------------------------------------
 
-    def _share(self, edge_memory: EdgeMemory) -> None:
-        """One storage of the chain."""
+    def _share(self, edge_memory: EdgeMemory, *, is_seen: bool = False) -> None:
+        """One storage of the chain. ``is_seen``: it was there in a step; so is a tangent that comes after all."""
         members = [m for m in edge_memory.members if m not in self.names]
         if not members:
             return
@@ -242,7 +242,7 @@ class _ChainBuilder:
         name = f"call {members[0][0]}/{members[0][1]}"
         nbytes = max(i.nbytes for i in infos)
         self.names.update(dict.fromkeys(members, name))
-        plain = StorageInfo(name, nbytes, is_left_out=all(i.is_left_out for i in infos))
+        plain = StorageInfo(name, nbytes, is_left_out=info.is_left_out and not is_seen)
         mover = self._mover(members, edge_memory.until)
         if mover is not None:
             self._add_candidate(mover, name, nbytes, edge_memory)

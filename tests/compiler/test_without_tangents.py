@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxoffload.compiler.tangents import zeros_like
 from fxoffload.compiler.without_tangents import WithoutTangents
 
 
 class Counted:
-    """Versions of a segment of three inputs: the sum of those that are there, in another layout than without two."""
+    """Versions of a segment of four inputs: the sum of those that are there, in another layout than without three."""
 
     def __init__(self) -> None:
         self.missing: list[tuple[int, ...]] = []
@@ -21,7 +22,9 @@ class Counted:
         return lambda args: [sum(args).t().contiguous().t()]  # type: ignore[union-attr]
 
     def segment(self) -> WithoutTangents:
-        return WithoutTangents(lambda args: [args[0] * 1], (1, 2), self.compile_without, [torch.zeros(2, 3)])
+        like = torch.zeros(2, 3)
+        zeros = [z for i in (1, 2, 3) if (z := zeros_like(i, like)) is not None]
+        return WithoutTangents(lambda args: [args[0] * 1], (1, 2, 3), zeros, self.compile_without, [like])
 
 
 def ones() -> Tensor:
@@ -30,17 +33,18 @@ def ones() -> Tensor:
 
 def test_none_leaves_it_out() -> None:
     counted = Counted()
-    assert torch.equal(counted.segment()([ones(), None, None])[0], ones())
+    assert torch.equal(counted.segment()([ones(), None, None, None])[0], ones())
     assert not counted.missing
 
 
 def test_gradients_that_come_count() -> None:
+    """At most three versions for some of them; then zeros take the place of the others."""
     counted = Counted()
     segment = counted.segment()
     for _ in range(2):
-        for given in ([ones(), 2 * ones(), None], [ones(), None, 2 * ones()], [ones(), ones(), ones()]):
-            (found,) = segment(list(given))
-            assert torch.equal(found, 3 * ones())
+        for come in ((1,), (2,), (3,), (1, 2), (2, 3), (1, 2, 3), (1,)):
+            (found,) = segment([ones(), *(i * ones() if i in come else None for i in (1, 2, 3))])
+            assert torch.equal(found, (1 + sum(come)) * ones()), come
             assert found.stride() == (3, 1), "the next segments are compiled for that layout"
-    assert counted.missing == [(2,), (1,), ()] and segment.num_compiled == 4
-    assert torch.equal(segment([ones(), None, None])[0], ones())
+    assert counted.missing == [(2, 3), (1, 3), (1, 2), ()]
+    assert torch.equal(segment([ones(), None, None, None])[0], ones())

@@ -84,7 +84,18 @@ def _lies_otherwise(sketch: Sketch, tangent: fx.Node) -> list[fx.Node]:
     return [sketch.op(aten.add.Tensor, tangent, sketch.op(aten.mul.Tensor, turned, 2.0))]
 
 
-@pytest.mark.parametrize("case", [_outside, _returned, _lies_otherwise])
+def _part(sketch: Sketch, tangent: fx.Node) -> list[fx.Node]:
+    """Returned, it would keep all of the larger one."""
+    larger = sketch.op(aten.mul.Tensor, sketch.input("a", 10 * SIZES[0], SIZES[1]), 2.0)
+    return [sketch.op(aten.add.Tensor, tangent, sketch.op(aten.slice.Tensor, larger, 0, 0, SIZES[0]))]
+
+
+def _unsafe_view(sketch: Sketch, tangent: fx.Node) -> list[fx.Node]:
+    grad = sketch.op(aten.mul.Tensor, sketch.input("a", *SIZES), 2.0)
+    return [sketch.op(aten._unsafe_view.default, sketch.op(aten.add.Tensor, tangent, grad), [24])]
+
+
+@pytest.mark.parametrize("case", [_outside, _returned, _lies_otherwise, _part, _unsafe_view])
 def test_a_sum_is_a_copy(case: Callable[[Sketch, fx.Node], list[fx.Node]]) -> None:
     sketch = Sketch()
     gm = sketch.module(case(sketch, sketch.input("tangent", *SIZES)))

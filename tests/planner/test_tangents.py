@@ -10,6 +10,7 @@ from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.schedule import Scheduler
 from fxoffload.planner.simulate import simulate
 from fxoffload.planner.steps import SegmentStep, StorageInfo, TrainingStep
+from fxoffload.step.edges import EdgeMemory, Moment
 from tests.oracle.models import machine
 
 MIB = 1 << 20
@@ -58,3 +59,6 @@ def test_a_call_of_a_chain_leaves_them_out_too() -> None:
     step = concatenate([STEP]).step
     scheduler = Scheduler(step, ProfileRates(load_profile("h200")))
     assert scheduler.as_inductor().peak_bytes - scheduler.keep_all().peak_bytes == 32 * MIB
+    # In a step that was watched it was there.
+    seen = concatenate([STEP], [EdgeMemory(((0, "tangent"),), Moment("backward", 0))]).step
+    assert Scheduler(seen, ProfileRates(load_profile("h200"))).keep_all().peak_bytes >= 97 * MIB

@@ -144,7 +144,7 @@ def test_segments_leave_tangents_out_until_some_come() -> None:
     alone = gradients(model, call, USES[ALONE])
     (graph,) = fxoffload.graphs()
     without = [c.fn for c in calls_of(graph) if c.left_out]
-    assert without and all(isinstance(fn, WithoutTangents) and fn.num_compiled == 1 for fn in without)
+    assert without and all(isinstance(fn, WithoutTangents) and not fn._versions for fn in without)
     for use in ("logits too", ALONE, "a state"):
         check_gradients(model, call, USES[use])
         found = gradients(model, call, USES[use])
@@ -152,7 +152,7 @@ def test_segments_leave_tangents_out_until_some_come() -> None:
             assert_equal(gradients(model, call, USES[use]), found)
         if use == ALONE:
             assert_equal(alone, found)
-    assert {fn.num_compiled for fn in without} == {2}  # type: ignore[union-attr]
+    assert all(fn._versions for fn in without)  # type: ignore[union-attr]
 
 
 class Layer(nn.Module):

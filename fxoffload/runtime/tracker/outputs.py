@@ -13,6 +13,9 @@ from torch import Tensor
 from fxoffload.torch_private.storages import StorageRef
 from fxoffload.torch_private.tensor_subclasses import is_traceable_wrapper_subclass
 
+# Of the bytes of all gradients: fewer that come do not count.
+_FEW = 0.1
+
 
 @dataclass(frozen=True)
 class Zeros:
@@ -77,7 +80,7 @@ class Outputs:
             nbytes = zeros.nbytes if zeros.shape else 0
             missing, given = missing + nbytes * is_missing, given + nbytes * (not is_missing)
         if given + missing:
-            self.have_gradients = given > 0
+            self.have_gradients = given > _FEW * (given + missing)
 
     def backward_ended(self) -> None:
         """Nothing is held on the graph's behalf any more."""
