@@ -130,11 +130,14 @@ def _lie_alike(one: fx.Node, other: fx.Node) -> bool:
 
 def _replace(graph: fx.Graph, reader: fx.Node, other: fx.Node) -> bool:
     """``other`` takes the place of ``reader``, or a copy of it does. Returns which: whether it is itself."""
-    is_itself = _lie_alike(reader, other) and _is_all_of_its_memory(graph, reader, other)
+    lie_alike = _lie_alike(reader, other)
+    is_itself = lie_alike and _is_all_of_its_memory(graph, reader, other)
     if not is_itself:
-        kind = torch.contiguous_format if _is_contiguous(reader) else torch.preserve_format
         with graph.inserting_before(reader):
-            other = graph.call_function(aten.clone.default, (other,), {"memory_format": kind})
+            if lie_alike:  # Inductor may leave out a clone
+                other = graph.call_function(aten.add.Scalar, (other, 0))
+            else:
+                other = graph.call_function(aten.clone.default, (other,), {"memory_format": torch.contiguous_format})
         other.meta = dict(reader.meta)
     reader.replace_all_uses_with(other)
     graph.erase_node(reader)

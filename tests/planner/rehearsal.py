@@ -245,7 +245,7 @@ class Rehearsal:
             prefetch_budget=prefetch_budget,
             windows=windows,
         )
-        tangents = sum(s.nbytes for s in self.step.storages if s.is_tangent)
+        tangents = sum(s.nbytes for s in self.step.storages if s.is_tangent and not s.is_left_out)
         seen = [
             Seen(
                 b.phase,

@@ -191,6 +191,19 @@ def test_layers_that_add_a_gradient_elsewhere_share_no_code() -> None:
     check_gradients(model, call, lambda o: sum(s.sin().mean() for s in o).backward())
 
 
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_a_returned_gradient_holds_no_more_than_itself(inner: str) -> None:
+    """It is a part of the gradient of something larger."""
+    soft, fixed = nn.Parameter(torch.zeros(2, 64)), torch.ones(1022, 64)
+
+    def run(x: Tensor) -> tuple[Tensor, ...]:
+        return (torch.cat([soft, fixed]).sin() * x).mean(), soft.clone()
+
+    call = torch.compile(run, backend="fxoffload", options=rehearsal_options(policy="offload_all", inner=inner))
+    call(torch.ones(1024, 64))[0].backward()
+    assert soft.grad is not None and soft.grad.untyped_storage().nbytes() == soft.grad.nbytes
+
+
 def test_returned_gradients_share_no_memory() -> None:
     """Both are the gradient of one sum, and accumulate on their own."""
     one, two = (nn.Parameter(torch.zeros(16).view(shape)) for shape in ((16,), (4, 4)))
