@@ -1,13 +1,13 @@
 """Pass on one segment of the backward: some of its inputs are zeros, and are left out.
 
 Stock models return logits and caches with their loss, and most loops use the loss alone. The gradients of the others
-are zeros then: a segment reads them to add them. With input 1 left out, before and after::
+are zeros then: a segment reads them to add them. Without input 1::
 
     %grad = mul(%arg_0, %mask)                             %grad = mul(%arg_0, %mask)
     %sum  = add(%arg_1, %grad)                    ->       %out  = mm(%grad, %arg_2)
     %out  = mm(%sum, %arg_2)
 
-A sum is a copy of its other operand where that lies otherwise in memory, is part of something larger, comes from
+Such a sum is a copy of its other operand where that lies otherwise in memory, is part of something larger, comes from
 outside, or is returned too. An input that is read by anything but sums stays: zeros would be made for it.
 """
 
@@ -145,8 +145,10 @@ def _replace(graph: fx.Graph, reader: fx.Node, other: fx.Node) -> bool:
 
 
 def _is_all_of_its_memory(graph: fx.Graph, reader: fx.Node, other: fx.Node) -> bool:
-    """Whether ``other`` has memory that is no input's, is not returned, and is not larger. ``Storages`` knows by fake
-    memory alone that an ``_unsafe_view`` is one, and that of a sum goes with it."""
+    """Whether ``other`` has memory of its own, which is no input's, is not returned, and is no larger.
+
+    A sum of which there is an ``_unsafe_view`` stays: without the sum, ``Storages`` would not know that it is a view.
+    """
     storages = Storages(graph.nodes)
     shown = (*graph.find_nodes(op="placeholder"), *output_values(graph))
     if storages.root(other) in {storages.root(v) for v in shown if isinstance(v, fx.Node)}:

@@ -301,8 +301,8 @@ def floors_of(step: TrainingStep, simulation: Simulation, about_gradients: str =
     # Outputs that the caller releases are gone when the backward begins. Their gradients may be there all the same.
     counts = step.holds_outputs or peak.phase == "forward"
     outputs = sum(s.nbytes for s in step.storages if s.is_output) if counts else 0
-    is_up = peak.phase == "backward"
-    tangents = sum(s.nbytes for s in step.storages if s.is_tangent and not s.is_left_out) if is_up else 0
+    in_backward = peak.phase == "backward"
+    tangents = sum(s.nbytes for s in step.storages if s.is_tangent and not s.is_left_out) if in_backward else 0
     if outputs + tangents > _FLOOR * peak.peak_bytes:
         unknown = ". What else a loss in eager code takes is not in the plan until a step ran" if tangents else ""
         yield (

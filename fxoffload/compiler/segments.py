@@ -175,11 +175,9 @@ class SegmentCompiler:
                 return boxed_eager(without(positions))
 
         compiled = compile_without(call.left_out)
-        zeros = [zeros_like(i, segment.inputs[i].meta["val"]) for i in call.left_out]
-        fixed = [z for z in zeros if z is not None and z.is_fixed]
-        layouts = compiled_layouts(compiled, outputs)
-        can_be_made = len(fixed) == len(zeros)
-        return WithoutTangents(compiled, call.left_out, fixed if can_be_made else (), compile_later, layouts)
+        zeros = [z for i in call.left_out if (z := zeros_like(i, segment.inputs[i].meta["val"])) is not None]
+        made = zeros if all(z.is_fixed for z in zeros) else ()
+        return WithoutTangents(compiled, call.left_out, made, compile_later, compiled_layouts(compiled, outputs))
 
     def _compile(
         self, extracted: fx.GraphModule, segment: Segment, donated: Sequence[int], graph_kwargs: Mapping[str, Any]

@@ -700,8 +700,7 @@ class CompileSession:
         self._describe_for_chain(state, kwargs)
         outputs, placeholders = forward.graph.outputs, gm.graph.find_nodes(op="placeholder")
         outputs.left_out = {i for i, n in enumerate(placeholders) if n.name in state.left_out}
-        zeros = zeros_of(gm)
-        outputs.zeros = zeros if all(z.is_fixed or z.position in outputs.left_out for z in zeros) else ()
+        outputs.zeros = zeros_of(gm, state.left_out)
         self.leaves_gradients_undefined = bool(outputs.zeros)
         run = backward_callable(program, self._hooks, self._tracked, self._variants)
         return counted(self._settling(run), forward.graph)

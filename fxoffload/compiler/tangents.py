@@ -35,21 +35,22 @@ def _is_tangent(node: fx.Node) -> bool:
     return re.fullmatch(r"tangents_\d+", str(node.target)) is not None
 
 
-def zeros_of(backward: fx.GraphModule) -> tuple[Zeros, ...]:
-    """Zeros for all tangents of a backward graph; none where one of them is no plain tensor, or of unknown size."""
+def zeros_of(backward: fx.GraphModule, left_out: Collection[str] = ()) -> tuple[Zeros, ...]:
+    """Zeros for all tangents of a backward graph. None, where one of them is no plain tensor, or is of a size that
+    varies and not among ``left_out`` (names)."""
     found: list[Zeros] = []
     for position, node in enumerate(backward.graph.find_nodes(op="placeholder")):
         if not _is_tangent(node):
             continue
         zeros = zeros_like(position, node.meta.get("val"))
-        if zeros is None:
+        if zeros is None or not (zeros.is_fixed or node.name in left_out):
             return ()
         found.append(zeros)
     return tuple(found)
 
 
 def zeros_like(position: int, value: object) -> Zeros | None:
-    """Zeros like a traced value, for the argument at ``position``; None for what is no plain tensor, or of unknown
+    """Zeros of a traced value's form, for the argument at ``position``. None: it is no plain tensor, or of unknown
     size."""
     if not isinstance(value, Tensor) or value.layout is not torch.strided or is_traceable_wrapper_subclass(value):
         return None
@@ -62,9 +63,8 @@ def zeros_like(position: int, value: object) -> Zeros | None:
 
 
 def left_out(backward: fx.GraphModule, segmentation: Segmentation) -> frozenset[str]:
-    """Names of the tangents that the segments of a backward can be compiled without. None, where others are of sizes
-    that vary: autograd makes zeros for all then."""
-    zeros, placeholders = zeros_of(backward), backward.graph.find_nodes(op="placeholder")
+    """Names of the tangents that the segments of a backward can be compiled without. None, where autograd has to make
+    zeros for others: it makes all then."""
     every = frozenset(tangents_of(backward))
     kept = {*output_values(backward.graph), *(v for n in backward.graph.nodes for v in mutated_args(n))}
     found = {n for n in every - kept if (value := tensor_of(n)) is not None and value.dim()}
@@ -73,8 +73,8 @@ def left_out(backward: fx.GraphModule, segmentation: Segmentation) -> frozenset[
         found -= {n for n in mine if not can_be_left_out(segment, n, every)}
         if not _tells_its_sizes(segment, found):
             found -= mine
-    can_be_made = all(z.is_fixed or placeholders[z.position] in found for z in zeros)
-    return frozenset(n.name for n in found) if zeros and can_be_made else frozenset()
+    names = frozenset(n.name for n in found)
+    return names if zeros_of(backward, names) else frozenset()
 
 
 def _tells_its_sizes(segment: Segment, left_out: Collection[fx.Node]) -> bool:

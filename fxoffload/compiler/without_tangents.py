@@ -1,5 +1,6 @@
-"""A segment that is compiled without tangents, and again with those that come.
+"""A segment that is compiled without tangents, and again with all when some come.
 
+Where sizes vary, zeros cannot be made for the rest: then it is compiled again for each set of tangents that comes.
 See [Note: Gradients that nothing comes from] in ``compiler.tangents``. What a segment is given in their place is None.
 """
 
@@ -17,9 +18,6 @@ from fxoffload.runtime.tracker.outputs import Zeros
 
 log = logging.getLogger(__name__)
 
-# Of some tangents and not of others; then zeros take the place of those that do not come.
-_MOST_VERSIONS = 3
-
 Compiled = Callable[[list[Any]], Sequence[Any]]
 Positions = tuple[int, ...]
 
@@ -30,7 +28,7 @@ class WithoutTangents:
     Args:
         compiled: takes the inputs but for the tangents.
         left_out: positions of the tangents, in order.
-        zeros: in place of the tangents; empty where their sizes vary.
+        zeros: for the tangents that do not come when others do; empty where sizes vary.
         compile_without: compiles the segment for the inputs but for those at some positions.
         outputs: fake results of ``compiled``: the next segments expect that layout.
     """
@@ -53,7 +51,7 @@ class WithoutTangents:
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         missing = tuple(i for i in self._left_out if args[i] is None)
-        if missing and self._zeros and missing not in (self._left_out, *self._versions) and self._is_full():
+        if self._zeros and missing != self._left_out:
             for zeros in self._zeros:
                 if args[zeros.position] is None:
                     args[zeros.position] = zeros.make()
@@ -64,10 +62,6 @@ class WithoutTangents:
             return self.compiled(args)
         results = self._version(missing)(args)
         return [_laid_out(result, strides) for result, strides in zip(results, self._strides, strict=True)]
-
-    def _is_full(self) -> bool:
-        """Whether the next version is the one with all tangents."""
-        return len(self._versions) >= _MOST_VERSIONS
 
     def _version(self, missing: Positions) -> Compiled:
         with self._lock:
