@@ -156,6 +156,15 @@ def test_a_planned_variant_changes_nothing_and_says_what_it_saves(same_code: Cal
     assert not graph.variants and not mine.is_compiled(1)
 
 
+def test_a_variant_leaves_out_the_same_tangents(same_code: Callable[..., Any]) -> None:
+    """A backward is given None for those of the graph that was compiled first."""
+    maker = variant_maker_of(same_code(uncompiled).first)
+    points = maker.points()[0]
+    assert maker.variant(points) is not None
+    with mock.patch.object(maker, "_left_out", frozenset({"tangents_1"})):
+        assert maker.variant(points) is None
+
+
 def test_there_are_at_most_two_variants(same_code: Callable[..., Any]) -> None:
     forced = same_code(uncompiled)
     tracked = forced.first
