@@ -46,12 +46,14 @@ class Builder:
     Args:
         disabled: pieces that are switched off, by option or environment.
         device: the device that values leave and return to.
+        logs: whether code of the graph writes to a log.
     """
 
-    def __init__(self, options: Options, disabled: frozenset[str], device: torch.device) -> None:
+    def __init__(self, options: Options, disabled: frozenset[str], device: torch.device, *, logs: bool = False) -> None:
         self.options = options
         self.disabled = disabled
         self.device = device
+        self.logs = logs
         self.runtime = RuntimeOptions(
             budgets=Budgets(options.host_budget, options.in_flight_budget, options.prefetch_budget),
             min_bytes=options.min_bytes,
@@ -65,7 +67,7 @@ class Builder:
 
     def another(self) -> Builder:
         """One for the same options, which shares no compiled code with this one."""
-        return Builder(self.options, self.disabled, self.device)
+        return Builder(self.options, self.disabled, self.device, logs=self.logs)
 
     @property
     def donates(self) -> bool:
@@ -93,6 +95,7 @@ class Builder:
             static_inputs=static_inputs,
             device=self.device,
             min_bytes=self.options.min_bytes,
+            logs=self.logs,
             whole="segments" in self.disabled,
         )
         run_passes(FIND, state, "forward")

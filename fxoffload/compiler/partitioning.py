@@ -43,7 +43,8 @@ class SegmentEstimates:
 @dataclass(frozen=True)
 class PartitionSettings:
     """What a partitioning has to know besides the graph; see ``ForwardState``. ``donates``: whether compiled segments
-    may overwrite what only the backward reads. ``estimates``: with these ``rates``, made so far."""
+    may overwrite what only the backward reads. ``logs``: whether code of the graph writes to a log. ``estimates``: with
+    these ``rates``, made so far."""
 
     num_user_outputs: int
     static_inputs: frozenset[int]
@@ -51,6 +52,7 @@ class PartitionSettings:
     min_bytes: int
     rates: Rates
     donates: bool = True
+    logs: bool = False
     estimates: SegmentEstimates = field(default_factory=SegmentEstimates, compare=False)
 
 
@@ -107,6 +109,7 @@ def describe(forward: fx.GraphModule, backward: fx.GraphModule, settings: Partit
         static_inputs=settings.static_inputs,
         device=settings.device,
         min_bytes=settings.min_bytes,
+        logs=settings.logs,
     )
     run_passes(FIND, down, "partitioning forward")
     if not down.saved.candidates:
@@ -167,7 +170,7 @@ def step_of(
         min_bytes=max(down.min_bytes, 1),
         device=down.device,
     )
-    return replace(found, holds_outputs=False)
+    return replace(found, holds_outputs=False, logs=down.logs)
 
 
 def _segment_ms(segmentation: Segmentation, rates: Rates, alike: Alike[float]) -> dict[str, float]:

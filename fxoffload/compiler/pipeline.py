@@ -36,6 +36,7 @@ class ForwardState:
     static_inputs: frozenset[int]
     device: torch.device
     min_bytes: int
+    logs: bool = False  # so plain Inductor breaks the graph
     whole: bool = False
     num_moved: int = 0
     masks: tuple[AttentionMask, ...] = ()

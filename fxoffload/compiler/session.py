@@ -98,6 +98,7 @@ from fxoffload.step.choice import Choice
 from fxoffload.step.offload_candidate import OffloadCandidate
 from fxoffload.step.readings import Phase
 from fxoffload.torch_private.aot_autograd import take_donated_placeholders
+from fxoffload.torch_private.dynamo_logging import logs_in_frame
 from fxoffload.torch_private.graphs import boxed, calls_graph, copy_graph
 from fxoffload.torch_private.inductor import CustomPartitionerFn
 from fxoffload.torch_private.partitioner import (
@@ -215,7 +216,7 @@ class CompileSession:
         self._tracked: TrackedGraph | None = None  # of a graph that saves something
         self._variants = Variants()  # of it
         self._source: Source | None = None  # that they are made from
-        self._builder = Builder(options, disabled, device)
+        self._builder = Builder(options, disabled, device, logs=logs_in_frame())
         self._runtime = self._builder.runtime
 
     def partitioner(self, base: Callable[..., Any] | None = None) -> Partitioner:
@@ -344,6 +345,7 @@ class CompileSession:
             min_bytes=self.options.min_bytes,
             rates=self.rates(),
             donates=self._builder.donates,
+            logs=self._builder.logs,
         )
 
     def _plan(self, gm: fx.GraphModule, partition: Partition, tagged: fx.GraphModule) -> GraphPlanning | None:

@@ -363,6 +363,7 @@ class _ChainBuilder:
             takes=tuple(takes),
             releases=tuple(releases),
             runs=self._runs(),
+            logs=any(step.logs for step in self.calls),
         )
         candidates = tuple(
             tuple(

@@ -7,6 +7,8 @@ Dynamo's ``config.reorderable_logging_functions`` takes no methods and drops key
 instead, in every step, as often as in eager. The logger then decides which messages are shown (Hugging Face's
 ``warning_once`` says each once). Only calls whose arguments are constants qualify. A message that shows a tensor would
 show values that later ops wrote into it, and breaks the graph as before.
+
+Plain Inductor breaks the graph at such a call. ``logs_in_frame`` tells it to those who compare with plain Inductor.
 """
 
 from __future__ import annotations
@@ -16,10 +18,12 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch._dynamo.source import GlobalSource
 from torch._dynamo.variables import ConstantVariable, functions, misc
+from torch._guards import TracingContext
 
 from fxoffload.torch_private.dynamo_cache import innermost
 
@@ -29,6 +33,7 @@ _LEVELS = frozenset({"debug", "info", "warning", "warn", "error", "critical", "f
 _OF_THE_PLACE = frozenset({"exc_info", "stack_info"})
 
 _backends: list[tuple[Callable[..., Any], bool]] = []  # whose frames log after their graphs, and whether they do
+_logging: WeakSet[TracingContext] = WeakSet()  # of frames in which a call was deferred
 
 
 def log_after_graph(backend: Callable[..., Any], *, says: bool = True) -> None:
@@ -41,6 +46,14 @@ def log_after_graph(backend: Callable[..., Any], *, says: bool = True) -> None:
     if not _backends:
         _defer_calls()
     _backends.append((backend, says))
+
+
+def logs_in_frame() -> bool:
+    """Whether the frame that is compiled now has a call that runs after its graph: plain Inductor breaks the graph.
+
+    Needed by torch 2.11 to 2.14: ``TracingContext``.
+    """
+    return TracingContext.try_get() in _logging
 
 
 def _defer_calls() -> None:
@@ -84,6 +97,7 @@ def _call_later(tx: Any, make: Callable[..., Callable[[], Any]], args: Any, kwar
         named = {name: a.as_python_constant() for name, a in kwargs.items()}
     except NotImplementedError:
         return False
+    _logging.add(tx.output.tracing_context)
     if not says:
         return True
     call = make(*constants, **named)

@@ -9,10 +9,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.fx as fx
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from fxoffload.compiler.plan_ahead import plan
+from fxoffload.torch_private import dynamo_logging
+from fxoffload.torch_private.dynamo_logging import logs_in_frame
 from tests.capture import Tower, example_input, rehearsal_options
 
 log = logging.getLogger("tests.model")
@@ -133,3 +136,43 @@ def test_a_model_that_logs_is_planned_ahead(caplog: pytest.LogCaptureFixture) ->
     assert not found.breaks
     assert found.decisions == plan(Tower(3), **asked).decisions  # type: ignore[arg-type]
     assert said(caplog) == []
+
+
+def test_a_backend_hears_that_plain_inductor_would_break_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[bool] = []
+
+    def backend(gm: fx.GraphModule, example_inputs: object) -> fx.GraphModule:
+        heard.append(logs_in_frame())
+        return gm
+
+    monkeypatch.setattr(dynamo_logging, "_backends", [*dynamo_logging._backends, (backend, True)])
+
+    def says(x: Tensor) -> Tensor:
+        log.warning("before")
+        return x + 1
+
+    torch.compile(says, backend=backend)(torch.ones(3))
+    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(3))
+    assert heard == [True, False]
+    assert not logs_in_frame()
+
+
+@pytest.mark.slow
+def test_zeros_for_logits_count_where_plain_inductor_makes_them() -> None:
+    class Model(Tower):
+        def __init__(self, *, logs: bool) -> None:
+            super().__init__(3)
+            self.logs = logs
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            logits = super().forward(x)
+            if self.logs:
+                log.warning("from the model")
+            return logits.square().mean(), logits
+
+    def without_plan(*, logs: bool) -> int:
+        asked = dict(example_args=(example_input(),), inner="aot_eager", min_bytes=1, max_slowdown=5.0)
+        found = plan(Model(logs=logs), **asked)  # type: ignore[arg-type]
+        return found.baseline.peak_bytes
+
+    assert without_plan(logs=False) > without_plan(logs=True)

@@ -77,3 +77,10 @@ def test_a_calibrated_graph_has_the_gradients_that_come(come: bool) -> None:
     recalibration = Mock(_graph=Mock(outputs=outputs))
     found = GraphRecalibration._with_outputs(recalibration, STEP)
     assert [s.is_left_out for s in found.storages] == [s.is_left_out and not come for s in STEP.storages]
+
+
+def test_a_graph_that_plain_inductor_breaks_has_none_at_its_peak() -> None:
+    logs = replace(STEP, logs=True)
+    for step in (logs, concatenate([logs]).step):
+        scheduler = Scheduler(step, ProfileRates(load_profile("h200")))
+        assert scheduler.as_inductor().peak_bytes == scheduler.keep_all().peak_bytes
