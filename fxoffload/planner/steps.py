@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -147,11 +147,13 @@ class TrainingStep:
             down, up = down + forward, up + backward
         return found
 
-    def with_tangents(self) -> TrainingStep:
-        """All tangents are there: gradients, or zeros that autograd makes."""
+    def with_tangents(self, *, but: Container[str] = ()) -> TrainingStep:
+        """All tangents are there, ``but`` those of these names: gradients, or zeros that autograd makes."""
         if not any(s.is_left_out for s in self.storages):
             return self
-        return replace(self, storages=tuple(replace(s, is_left_out=False) for s in self.storages))
+        return replace(
+            self, storages=tuple(replace(s, is_left_out=s.is_left_out and s.name in but) for s in self.storages)
+        )
 
     def with_outputs_held(self) -> TrainingStep:
         """The caller holds the outputs, and gradients come from them. At most: working sets may have counted on

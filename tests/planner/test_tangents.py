@@ -79,8 +79,12 @@ def test_a_calibrated_graph_has_the_gradients_that_come(come: bool) -> None:
     assert [s.is_left_out for s in found.storages] == [s.is_left_out and not come for s in STEP.storages]
 
 
-def test_a_graph_that_plain_inductor_breaks_has_none_at_its_peak() -> None:
-    logs = replace(STEP, logs=True)
+def test_where_a_graph_breaks_plain_inductor_has_those_of_the_layers() -> None:
+    """Logits get their gradient from the graph with the loss, caches get zeros."""
+    cache = StorageInfo("cache", 8 * MIB, is_tangent=True, is_left_out=True)
+    head, layer, *others = STEP.backward
+    backward = (head, replace(layer, reads=(*layer.reads, "cache")), *others)
+    logs = replace(STEP, logs=True, storages=(*STEP.storages, cache), backward=backward)
     for step in (logs, concatenate([logs]).step):
         scheduler = Scheduler(step, ProfileRates(load_profile("h200")))
-        assert scheduler.as_inductor().peak_bytes == scheduler.keep_all().peak_bytes
+        assert scheduler.as_inductor().peak_bytes - scheduler.keep_all().peak_bytes == 8 * MIB
