@@ -15,9 +15,9 @@ README_PHASES = "2026-11-22-h200-phases-yield.json"
 README_FSDP, README_FSDP_PEERS = "2026-11-25-2xh200-fsdp.json", "2026-11-25-2xh100-fsdp-verl.json"
 README_PEERS = "2026-11-22-h200-activations-peers.json"
 README_STOCK = "2026-11-29-h200-stock-qwen3.json"
-README_STOCK_BUDGETS, README_STOCK_TORCH = "2026-11-27-h200-stock-qwen3.json", "2026-11-26-h200-stock-qwen3.json"
+README_STOCK_TORCH = "2026-11-26-h200-stock-qwen3.json"
 README_STOCK_LONG = "2026-11-27-h200-stock-llama-3b.json"
-STOCK_FILES = "2026-11-27-h200-stock-{}.json"
+STOCK_FILES = "2026-11-{}.json"
 IMAGE = "2026-11-28-h200-stock-gemma-3-image"
 
 
@@ -194,8 +194,7 @@ TABLES = (
         "readme-stock",
         ("step ms [quartiles]", "against inductor", "peak GiB", "error of peak", "of time", "of time, cal."),
         (
-            Rows(README_STOCK, _STOCK, of="Qwen3-8B, 8 layers", where_there=True),
-            Rows(README_STOCK_BUDGETS, _STOCK_BUDGETS, of="the same, two days before"),
+            Rows(README_STOCK, _STOCK | _STOCK_BUDGETS, of="Qwen3-8B, 8 layers"),
             Rows(README_STOCK_TORCH, _torch("0.5"), of="the same, three days before"),
             Rows(README_STOCK_LONG, _STOCK, of="Llama 3.2-3B, 28 layers"),
         ),
@@ -208,14 +207,14 @@ TABLES = (
         + tuple(
             Rows(STOCK_FILES.format(file), _STOCK, of=of, where_there=True)
             for file, of in {
-                "qwen3-packed": "the same, packed",
-                "qwen3-padded": "padded, 2 x 4,096",
-                "qwen3-lora": "LoRA r=16",
-                "qwen3-checkpointing": "`gradient_checkpointing=True`",
-                "qwen3-rl": "a loss of RL in eager code",
-                "mistral": "Mistral, 12 layers",
-                "qwen3-moe": "Qwen3-MoE, 6 layers",
-                "llama-3b-default": "Llama 3.2-3B, 28 layers",
+                "29-h200-stock-qwen3-packed": "the same, packed",
+                "27-h200-stock-qwen3-padded": "padded, 2 x 4,096",
+                "29-h200-stock-qwen3-lora": "LoRA r=16",
+                "29-h200-stock-qwen3-checkpointing": "`gradient_checkpointing=True`",
+                "27-h200-stock-qwen3-rl": "a loss of RL in eager code",
+                "27-h200-stock-mistral": "Mistral, 12 layers",
+                "27-h200-stock-qwen3-moe": "Qwen3-MoE, 6 layers",
+                "27-h200-stock-llama-3b-default": "Llama 3.2-3B, 28 layers",
             }.items()
         )
         + (
