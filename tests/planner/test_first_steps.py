@@ -292,3 +292,15 @@ def test_measured_times_of_a_graph_as_compiled_stand(is_measured: bool, expected
     ms = {"forward": {s.name: 2 * s.ms for s in ran.step.forward}, "backward": {}}
     found: Any = as_compiled(compiled, ran, [True] * 2, ["layer"] * 2, ms, is_measured=is_measured)  # type: ignore[arg-type]
     assert measured_step(compiled.step, found).forward[1].ms == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("before", "now", "expected"), [(2.0, 3.0, 2.0), (3.0, 2.0, 2.0)])
+def test_with_the_calls_stands_the_time_between_them(before: float, now: float, expected: float) -> None:
+    """What they waited for in the steps of before, they wait for after the calls of a plan."""
+    calls = concatenate([layer(ms=5.0)] * 2, passed(2))
+    compiled = calls.with_step(measured_step(calls.step, {"forward": {GAP: before}}))
+    ran = concatenate([layer(ms=7.0)] * 2, passed(2))
+    ms = {"forward": {**{s.name: s.ms for s in ran.step.forward}, GAP: now}, "backward": {}}
+    for varied, found in ((True, expected), (False, now)):
+        times: Any = as_compiled(compiled, ran, [varied] * 2, ["layer"] * 2, ms, is_measured=True)  # type: ignore[arg-type]
+        assert times["forward"][GAP] == found
