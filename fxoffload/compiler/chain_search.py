@@ -198,7 +198,7 @@ class ChainSearch:
 
     def checkpointing(self) -> Simulation:
         """The step in which all activation checkpointing is obeyed, and nothing moves."""
-        return self._scheduler(self._chain([c.checkpointed for c in self.calls]).step).as_inductor()
+        return self._scheduler(self._chain([c.checkpointed for c in self.calls]).step).keep_all()
 
     def with_variants(self, variants: CallVariants, aim: ChainObjective | None = None) -> ChainChoice:
         """The choice in which every call runs its variant."""

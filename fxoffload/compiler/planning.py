@@ -165,12 +165,13 @@ class Planning:
 
     def _in_place_of(self, checkpointed: fx.GraphModule) -> GraphPlanning | None:
         """The plan, which replaces activation checkpointing: its own partitioning is one more choice, and if nothing is
-        asked for, its peak is the budget."""
+        asked for, its peak is the budget. Without zeros for outputs, which no plan needs: nothing is faster with them.
+        """
         partitioning = make_partitioning(checkpointed, "default", self.partition, self.settings)
         if partitioning.step is None:
             return None
         scheduler = self._scheduler(partitioning)
-        found = scheduler.as_inductor()
+        found = scheduler.keep_all()
         self.objective = self.asked.at_checkpointing(found.peak_bytes)
         self._obeyed = partitioning, scheduler
         planned = self._run()
@@ -274,7 +275,7 @@ class Planning:
     def _too_small(self, smallest: Simulation, baseline: Simulation) -> BudgetError:
         assert self.objective.budget_bytes is not None
         basis = f"This is an estimate; {describe_error(self.rates.profile.estimate_error)}"
-        checkpointing = None if self._obeyed is None else self._obeyed[1].as_inductor().peak_bytes
+        checkpointing = None if self._obeyed is None else self._obeyed[1].keep_all().peak_bytes
         return too_small(
             self.objective.budget_bytes, smallest, self.library_bytes, baseline.peak_bytes, basis, checkpointing
         )

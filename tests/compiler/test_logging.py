@@ -6,14 +6,17 @@ import functools
 import logging
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.fx as fx
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 
 from fxoffload.compiler.plan_ahead import plan
+from fxoffload.plan_report.plan import Plan
 from fxoffload.torch_private import dynamo_logging
 from fxoffload.torch_private.dynamo_logging import logs_in_frame
 from tests.capture import Tower, example_input, rehearsal_options
@@ -157,22 +160,34 @@ def test_a_backend_hears_that_plain_inductor_would_break_the_graph(monkeypatch: 
     assert not logs_in_frame()
 
 
+class Returns(Tower):
+    """Returns a loss, and logits that the loss was made of."""
+
+    def __init__(self, *, logs: bool, checkpoints: bool = False) -> None:
+        super().__init__(3)
+        self.logs, self.checkpoints = logs, checkpoints
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.embed(x)
+        for layer in self.layers:  # type: ignore[union-attr]
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpoints else layer(x)
+        logits = self.head(x)
+        if self.logs:
+            log.warning("from the model")
+        return logits.square().mean(), logits
+
+    def planned(self, **asked: Any) -> Plan:
+        return plan(self, example_args=(example_input(),), inner="aot_eager", min_bytes=1, **asked)
+
+
 @pytest.mark.slow
 def test_zeros_for_logits_count_where_plain_inductor_makes_them() -> None:
-    class Model(Tower):
-        def __init__(self, *, logs: bool) -> None:
-            super().__init__(3)
-            self.logs = logs
+    peaks = [Returns(logs=logs).planned(max_slowdown=5.0).baseline.peak_bytes for logs in (True, False)]
+    assert peaks[0] < peaks[1]
 
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            logits = super().forward(x)
-            if self.logs:
-                log.warning("from the model")
-            return logits.square().mean(), logits
 
-    def without_plan(*, logs: bool) -> int:
-        asked = dict(example_args=(example_input(),), inner="aot_eager", min_bytes=1, max_slowdown=5.0)
-        found = plan(Model(logs=logs), **asked)  # type: ignore[arg-type]
-        return found.baseline.peak_bytes
-
-    assert without_plan(logs=False) > without_plan(logs=True)
+@pytest.mark.slow
+def test_in_place_of_checkpointing_a_plan_takes_no_room_for_zeros() -> None:
+    found = [Returns(logs=logs, checkpoints=True).planned() for logs in (True, False)]
+    assert found[0].baseline.peak_bytes < found[1].baseline.peak_bytes
+    assert found[0].activation_budget == found[1].activation_budget is not None
