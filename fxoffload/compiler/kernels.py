@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -37,7 +38,8 @@ class _Unfinished:
 
     failure: Failure
     waits: list[tuple[AsyncCompile, dict[str, Any]]] = field(default_factory=list)
-    save: tuple[Any, ...] | None = None
+    stored: Any = None
+    save: Callable[[], None] | None = None
 
 
 class PendingKernels:
@@ -73,16 +75,16 @@ class PendingKernels:
                 return save_now(key, compiled, *rest)
             # A copy without what belongs to this process: Inductor goes on to change the graph, and a graph that dies
             # takes its runner with it.
-            stored = copy.copy(compiled)
-            stored.prepare_for_serialization()
-            graph.save = (key, stored, *rest)
+            graph.stored = copy.copy(compiled)
+            graph.stored.prepare_for_serialization()
+            graph.save = functools.partial(save_now, key, graph.stored, *rest)
 
         with replaced(AsyncCompile, "wait", wait), replaced(FxGraphCache, "_save_graph", staticmethod(save)):
             yield
         if graph.waits:
             self._unfinished.append(graph)
         elif graph.save is not None:
-            FxGraphCache._save_graph(*graph.save)
+            graph.save()
 
     def finish(self, *, save: bool) -> None:
         """Wait for all kernels. ``save``: write the graphs to Inductor's cache too, which needs the tracing context."""
@@ -104,8 +106,8 @@ class PendingKernels:
             bundle, _ = TritonBundler.collect()
         finally:
             TritonBundler.end_compile()
-        graph.save[1].set_triton_bundle(bundle)
-        FxGraphCache._save_graph(*graph.save)
+        graph.stored.set_triton_bundle(bundle)
+        graph.save()
 
     def _wait(self, graph: _Unfinished) -> None:
         for workers, scope in graph.waits:

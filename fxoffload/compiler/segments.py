@@ -27,7 +27,12 @@ from fxoffload.passes.cut_segments import is_submodule
 from fxoffload.passes.leave_out_zeros import LeaveOutZeros
 from fxoffload.torch_private.compile_context import Surroundings, segment_tracing_context
 from fxoffload.torch_private.graphs import boxed_eager, copy_graph, graph_module
-from fxoffload.torch_private.inductor import compile_fx_inner, compiled_layouts, inductor_config
+from fxoffload.torch_private.inductor import (
+    cached_with_sizes,
+    compile_fx_inner,
+    compiled_layouts,
+    inductor_config,
+)
 from fxoffload.torch_private.op_schemas import mutated_args
 from fxoffload.torch_private.symbolic_sizes import told_all_symbols
 
@@ -196,6 +201,7 @@ class SegmentCompiler:
                     # Inductor's cache would guard on sizes that the segment's inputs do not tell, and fail on that
                     # guard when it finds the segment again.
                     stack.enter_context(inductor_config.patch(fx_graph_cache=False))
+                stack.enter_context(cached_with_sizes(example_inputs))
                 if self._together:
                     stack.enter_context(self.pending.put_off(failure))
                 return compile_fx_inner(extracted, example_inputs, **kwargs)  # type: ignore[return-value]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch._inductor import config as inductor_config
 
 from fxoffload.torch_private.fake_tensors import with_strides
+from fxoffload.torch_private.symbolic_sizes import backed_sizes
 
 if TYPE_CHECKING:
     from torch._inductor.async_compile import AsyncCompile as AsyncCompile
@@ -26,6 +27,7 @@ _OF_INDUCTOR = {
     "AsyncCompile": "async_compile",
     "CodeCacheFuture": "codecache",
     "FxGraphCache": "codecache",
+    "GuardedCache": "codecache",
     "compile_fx": "compile_fx",
     "compile_fx_inner": "compile_fx",
     "CustomPartitionerFn": "custom_graph_pass",
@@ -51,6 +53,38 @@ def replaced(owner: object, name: str, value: object) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def cached_with_sizes(inputs: Sequence[Any]) -> Iterator[None]:
+    """Around one call of Inductor on ``inputs``, of which a segment may have sizes in its tensors alone: Inductor's
+    cache guards them too.
+
+    In a whole graph each symbol is an input, and the guards of an entry are those of inputs that are sizes. A lowering
+    may also fix a size after the entry's key was made, as that of a convolution's backward does. Its symbol is gone
+    when guards are saved: such a graph is left out.
+
+    Needed by torch 2.11 to 2.14: ``GuardedCache._filter_backed_symints``, ``FxGraphCache._save_graph``.
+    """
+    cache, guarded = __getattr__("FxGraphCache"), __getattr__("GuardedCache")
+    mine, sizes, save_now = threading.get_ident(), backed_sizes(inputs), cache._save_graph
+    known, sizes_now = [n.node.expr for n in sizes], vars(guarded)["_filter_backed_symints"]
+
+    def sizes_of(of: Any, given: Sequence[Any]) -> list[Any]:
+        return backed_sizes(given) if threading.get_ident() == mine else sizes_now.__func__(of, given)
+
+    def save(*args: Any) -> None:
+        if threading.get_ident() != mine:
+            save_now(*args)
+        elif [n.node.expr for n in sizes] == known:
+            with replaced(guarded, "_filter_backed_symints", classmethod(sizes_of)):
+                save_now(*args)
+
+    with (
+        replaced(cache, "_save_graph", staticmethod(save)),
+        replaced(guarded, "_filter_backed_symints", classmethod(sizes_of)),
+    ):
+        yield
 
 
 # Inductor settings under which it runs kernels before the code that holds them is finished: they are timed.

@@ -159,12 +159,26 @@ def told_symbols(inputs: Sequence[Any]) -> frozenset[Any]:
     return frozenset(e for e in expressions if e.is_Symbol)
 
 
-def told_all_symbols(inputs: Sequence[Any]) -> bool:
-    """Whether each symbol in the sizes among ``inputs`` is an input itself, as it always is in a whole graph. A product
-    of symbols alone tells none of them.
+def backed_sizes(inputs: Sequence[Any]) -> list[torch.SymInt]:
+    """Sizes whose hints tell those of all ``inputs``: inputs that are sizes, and of tensors one for each symbol that is
+    left.
 
     Needed by torch 2.11 to 2.14: ``SymNode.expr``.
     """
-    expressions = [i.node.expr for i in inputs if isinstance(i, torch.SymInt)]
-    told = {e for e in expressions if e.is_Symbol}
-    return all(e.free_symbols <= told for e in expressions)
+    found = [i for i in inputs if isinstance(i, torch.SymInt)]
+    told = {n.node.expr for n in found}
+    for size in (n for i in inputs if isinstance(i, torch.Tensor) for n in i.shape):
+        if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol and size.node.expr not in told:
+            found.append(size)
+            told.add(size.node.expr)
+    return [n for n in found if hint(n) is not None]
+
+
+def told_all_symbols(inputs: Sequence[Any]) -> bool:
+    """Whether each symbol in the sizes of ``inputs`` is an input or a size itself, as it always is in a whole graph. A
+    product of symbols alone tells none of them. Sizes that depend on data are not asked for.
+
+    Needed by torch 2.11 to 2.14: ``free_unbacked_symbols``.
+    """
+    told = told_symbols(inputs)
+    return all(symbols_of(i) - set(free_unbacked_symbols(i)) <= told for i in inputs)

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import operator
+import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from fxoffload.torch_private.autograd import (
 )
 from fxoffload.torch_private.dynamo_cache import without_learnt_sizes
 from fxoffload.torch_private.graphs import boxed, boxed_eager
+from fxoffload.torch_private.inductor import FxGraphCache, cached_with_sizes
 from fxoffload.torch_private.op_schemas import aliased_args, mutated_args
 from fxoffload.torch_private.storages import StorageRef
 from fxoffload.torch_private.symbolic_sizes import hint, hints_at, symbols_of, told_all_symbols
@@ -59,10 +62,47 @@ def test_symbols_that_inputs_tell() -> None:
     _, x = symbolic(7, 5)
     n, m = x.shape
     assert told_all_symbols([x, 3])  # a tensor's sizes are read from the tensor
+    assert told_all_symbols([n * m, x])
+    assert not told_all_symbols([x.reshape(-1)])
     assert told_all_symbols([n, m, n * m])
     assert told_all_symbols([n, n + 1])
     assert not told_all_symbols([n * m])
     assert not told_all_symbols([n, n * m])
+
+
+def test_inductor_s_cache_guards_the_sizes_of_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole graph has each symbol as an input, a segment need not."""
+    saved: list[tuple[object, ...]] = []
+    monkeypatch.setattr(FxGraphCache, "_save_graph", staticmethod(lambda *args: saved.append((*args, told(args[1])))))
+
+    def told(inputs: Any) -> list[object]:
+        return [n.node.expr for n in FxGraphCache._filter_backed_symints(inputs)]
+
+    _, x = symbolic(7, 5)
+    n, m = (size.node.expr for size in x.shape)
+    with cached_with_sizes([x, x]):
+        assert told([x, x.shape[1], x]) == [m, n]
+        FxGraphCache._save_graph("a", [x])  # type: ignore[call-arg]
+    FxGraphCache._save_graph("b", [x])  # type: ignore[call-arg]
+    assert [(key, *found) for key, _, found in saved] == [("a", n, m), ("b",)]
+
+
+def test_inductor_s_cache_takes_no_graph_whose_sizes_became_fixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key was made with a symbol, and the guards would be made without."""
+    saved: list[tuple[object, ...]] = []
+    monkeypatch.setattr(FxGraphCache, "_save_graph", staticmethod(lambda *args: saved.append(args)))
+    _, x = symbolic(7, 5)
+    with cached_with_sizes([x]):
+        later = FxGraphCache._save_graph
+        assert int(x.shape[0]) == 7  # as a lowering does
+        FxGraphCache._save_graph("a")  # type: ignore[call-arg]
+        elsewhere = threading.Thread(target=later, args=("of another thread",))
+        elsewhere.start()
+        elsewhere.join()
+    later("b")  # type: ignore[call-arg]
+    with cached_with_sizes([x]):
+        FxGraphCache._save_graph("c")  # type: ignore[call-arg]
+    assert saved == [("of another thread",), ("c",)]
 
 
 def test_sizes_other_than_those_that_are_compiled_for() -> None:

@@ -203,6 +203,31 @@ def test_dynamic_shapes_from_inductor_s_cache() -> None:
         assert_equal(one, other)
 
 
+class Convs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x).relu()
+        return x.square().mean()
+
+
+@pytest.mark.slow
+@pytest.mark.inductor
+def test_a_size_that_inductor_fixes_while_it_compiles_is_not_taken_for_others() -> None:
+    """The backward of a convolution has one. Its segment's place in Inductor's cache is one for all sizes."""
+    model = Convs()
+    x = torch.randn(4, 4, 8, 4, generator=torch.Generator().manual_seed(0))
+    with fresh_inductor_cache():
+        module = compiled(model, inner="inductor")
+        for rows, height in ((2, 4), (3, 6), (4, 8)):
+            part = x[:rows, :, :height]
+            found, expected = (train_step(model, lambda c=call, p=part: c(p))() for call in (module, model))
+            assert_close(found, expected)
+
+
 @pytest.mark.slow
 def test_autocast() -> None:
     model = Stack()
