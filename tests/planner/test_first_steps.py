@@ -296,7 +296,7 @@ def test_measured_times_of_a_graph_as_compiled_stand(is_measured: bool, expected
 
 @pytest.mark.parametrize(("before", "now", "expected"), [(2.0, 3.0, 2.0), (3.0, 2.0, 2.0)])
 def test_with_the_calls_stands_the_time_between_them(before: float, now: float, expected: float) -> None:
-    """What they waited for in the steps of before, they wait for after the calls of a plan."""
+    """A wait within calls of the first steps comes after the calls of a plan."""
     calls = concatenate([layer(ms=5.0)] * 2, passed(2))
     compiled = calls.with_step(measured_step(calls.step, {"forward": {GAP: before}}))
     ran = concatenate([layer(ms=7.0)] * 2, passed(2))
