@@ -52,9 +52,10 @@ class Options:
     checkpoints: the meaning of activation checkpointing in compiled code (``gradient_checkpointing=True``,
         ``torch.utils.checkpoint.checkpoint``) for a plan. ``"plan"``: a wish for less memory. The plan keeps, offloads
         or recomputes the values that checkpointing covers. Without a budget and a slowdown it is the fastest plan that
-        takes no more than checkpointing's own predicted peak. ``"obey"``: all of it is recomputed. Policies of
-        selective checkpointing (``context_fn``) are obeyed in any case. So is all checkpointing where nothing is
-        planned: another ``policy`` or ``recompute`` than ``"auto"``, a step of one layer, a nested compile region.
+        takes no more than checkpointing's own predicted peak, without zeros for outputs that nothing uses. ``"obey"``:
+        all of it is recomputed. Policies of selective checkpointing (``context_fn``) are obeyed in any case. So is all
+        checkpointing where nothing is planned: another ``policy`` or ``recompute`` than ``"auto"``, a step of one
+        layer, a nested compile region.
     on_error: ``"raise"``, or ``"fallback"`` to compile a graph that fxoffload cannot handle with
         plain Inductor.
     min_bytes: smallest storage worth a copy, in bytes; 0 takes every storage.

@@ -67,7 +67,7 @@ class Builder:
 
     def another(self) -> Builder:
         """One for the same options, which shares no compiled code with this one."""
-        return Builder(self.options, self.disabled, self.device, logs=self.logs)
+        return Builder(self.options, self.disabled, self.device)
 
     @property
     def donates(self) -> bool:

@@ -170,7 +170,8 @@ def step_of(
         min_bytes=max(down.min_bytes, 1),
         device=down.device,
     )
-    return replace(found, holds_outputs=False, logs=down.logs)
+    in_head = frozenset(found.backward[0].reads) if down.logs else frozenset()
+    return replace(found, holds_outputs=False, no_zeros=in_head & {s.name for s in found.storages if s.is_left_out})
 
 
 def _segment_ms(segmentation: Segmentation, rates: Rates, alike: Alike[float]) -> dict[str, float]:

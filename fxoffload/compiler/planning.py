@@ -165,7 +165,7 @@ class Planning:
 
     def _in_place_of(self, checkpointed: fx.GraphModule) -> GraphPlanning | None:
         """The plan, which replaces activation checkpointing: its own partitioning is one more choice, and if nothing is
-        asked for, its peak is the budget. Without zeros for outputs, which no plan needs: nothing is faster with them.
+        asked for, its peak is the budget: without zeros for outputs, as a plan makes none either.
         """
         partitioning = make_partitioning(checkpointed, "default", self.partition, self.settings)
         if partitioning.step is None:
@@ -193,7 +193,8 @@ class Planning:
         plain = make_partitioning(joint, "default", self.partition, self.settings)
         if plain.step is None:
             return planned
-        without, ours = self._scheduler(plain).as_inductor(), plan.baseline
+        without = self._scheduler(plain).as_inductor()
+        ours = self._scheduler(planned.base or planned.partitioning).keep_all()
         costs = (
             f"By prediction a step with it takes {ours.step_ms:.3g} ms and {format_bytes(ours.peak_bytes)}, plain "
             f"Inductor's without it {without.step_ms:.3g} ms and {format_bytes(without.peak_bytes)}; "

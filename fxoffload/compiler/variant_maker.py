@@ -344,7 +344,7 @@ def variant_maker_for(
         min_bytes=forward.min_bytes,
         rates=rates,
         donates=builder.donates,
-        logs=builder.logs,
+        logs=forward.logs,
     )
     return VariantMaker(source, settings, surroundings, compiled, builder.another, variants)
 

@@ -363,7 +363,7 @@ class _ChainBuilder:
             takes=tuple(takes),
             releases=tuple(releases),
             runs=self._runs(),
-            logs=any(step.logs for step in self.calls),
+            no_zeros=frozenset(self.names[k, name] for k, step in enumerate(self.calls) for name in step.no_zeros),
         )
         candidates = tuple(
             tuple(

@@ -142,7 +142,7 @@ class PlanData:
         baseline: the step of plain Inductor, which keeps everything, before a step ran.
         calibrated_baseline: the same with measured segment times; None before.
         checkpointing: the step with the model's own activation checkpointing, which the plan replaces, before anything
-            ran; None where there is none, or the plan obeys it.
+            ran, without zeros for outputs that nothing uses; None where there is none, or the plan obeys it.
         smallest_budget_bytes: the smallest ``activation_budget`` that a plan was found to meet. Where nothing is done:
             plain Inductor's peak.
         decisions: the actions on the values that the forward saves.

@@ -53,11 +53,10 @@ def as_inductor(step: TrainingStep, rates: ProfileRates) -> Simulation:
     """The step as plain Inductor runs it: everything is on the device, and autograd makes the zeros that segments are
     compiled without. The time of these, some 0.5 % of a step, is not in it.
 
-    Where the graph breaks, the loss is in another one. It gives the logits their gradient, or its backward, with the
-    zeros for them, has ended when those of the layers begin. So none count for what the head reads.
+    Where it breaks the graph, the loss is most often in another one. That gives the logits their gradient, or its
+    backward, with zeros for them, has ended when those of the layers begin: ``TrainingStep.no_zeros``.
     """
-    step = step.with_tangents(but=step.backward[0].reads if step.logs else ())
-    return simulate(step, (False,) * len(step.candidates), copies=rates)
+    return simulate(step.with_tangents(but=step.no_zeros), (False,) * len(step.candidates), copies=rates)
 
 
 class Scheduler:

@@ -124,7 +124,7 @@ class TrainingStep:
         runs: of a step in which forwards begin after backwards: how many forward segments run, then how many backward
             segments, and so on in turn. Each run of backward segments begins with the empty segment of a call. Empty:
             the forward runs, then the backward.
-        logs: whether code of the graph writes to a log. Plain Inductor breaks the graph there.
+        no_zeros: names of tangents for which plain Inductor makes no zeros while layers run: it breaks the graph.
     """
 
     storages: tuple[StorageInfo, ...]
@@ -136,7 +136,7 @@ class TrainingStep:
     holds_outputs: bool = True
     releases: tuple[int, ...] | None = None
     runs: tuple[tuple[int, int], ...] = ()
-    logs: bool = False
+    no_zeros: frozenset[str] = frozenset()
 
     @property
     def ranges(self) -> list[tuple[range, range]]:

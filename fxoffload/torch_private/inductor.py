@@ -66,8 +66,14 @@ def cached_with_sizes(inputs: Sequence[Any]) -> Iterator[None]:
 
     Needed by torch 2.11 to 2.14: ``GuardedCache._filter_backed_symints``, ``FxGraphCache._save_graph``.
     """
+    sizes = backed_sizes(inputs)
+    if not sizes:
+        yield
+        return
+    from torch._dynamo.convert_frame import compile_lock
+
     cache, guarded = __getattr__("FxGraphCache"), __getattr__("GuardedCache")
-    mine, sizes, save_now = threading.get_ident(), backed_sizes(inputs), cache._save_graph
+    mine, save_now = threading.get_ident(), cache._save_graph
     known, sizes_now = [n.node.expr for n in sizes], vars(guarded)["_filter_backed_symints"]
 
     def sizes_of(of: Any, given: Sequence[Any]) -> list[Any]:
@@ -81,6 +87,7 @@ def cached_with_sizes(inputs: Sequence[Any]) -> Iterator[None]:
                 save_now(*args)
 
     with (
+        compile_lock,
         replaced(cache, "_save_graph", staticmethod(save)),
         replaced(guarded, "_filter_backed_symints", classmethod(sizes_of)),
     ):

@@ -181,4 +181,5 @@ def told_all_symbols(inputs: Sequence[Any]) -> bool:
     Needed by torch 2.11 to 2.14: ``free_unbacked_symbols``.
     """
     told = told_symbols(inputs)
-    return all(symbols_of(i) - set(free_unbacked_symbols(i)) <= told for i in inputs)
+    sized = [i for i in inputs if isinstance(i, (torch.Tensor, torch.SymInt))]
+    return all(set(free_symbols(i)) - set(free_unbacked_symbols(i)) <= told for i in sized)

@@ -225,6 +225,28 @@ def test_edges_name_inputs_that_only_a_variant_may_save() -> None:
     assert tracked.edges is not None and not any(tracked.edges.inputs)
 
 
+@pytest.mark.parametrize("logs", [True, False])
+def test_variants_of_a_graph_that_logs_are_told(logs: bool) -> None:
+    """Plain Inductor breaks it; see ``TrainingStep.no_zeros``."""
+
+    class Says(Adding):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            if logs:
+                logging.getLogger("tests.model").info("from a layer")
+            return super().forward(x, y)
+
+    class One(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Says()])
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.layers[0](x, y)
+
+    (tracked,) = sites_of(One(), torch.randn(4, 16), torch.randn(4, 16))
+    assert variant_maker_of(tracked)._settings.logs is logs
+
+
 @pytest.mark.slow
 def test_without_the_piece_there_is_no_variant_maker() -> None:
     for changes in ({"disable": ("tape_recompute",)}, {"recompute": "cheap"}):

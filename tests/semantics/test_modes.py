@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache as fresh_inductor_cache
 from torch.utils.checkpoint import checkpoint
 
@@ -198,7 +199,9 @@ def test_dynamic_shapes_from_inductor_s_cache() -> None:
     with fresh_inductor_cache():
         found = run((12, 7))
         torch.compiler.reset()
+        hits = counters["inductor"]["fxgraph_cache_hit"]
         again = run((9, 12, 7))
+    assert counters["inductor"]["fxgraph_cache_hit"] > hits
     for one, other in zip(found, again[1:], strict=True):
         assert_equal(one, other)
 
