@@ -164,8 +164,9 @@ class Planning:
         return self._with_obeyed(planned) if num_checkpointed(self.joint) else planned
 
     def _in_place_of(self, checkpointed: fx.GraphModule) -> GraphPlanning | None:
-        """The plan, which replaces activation checkpointing: its own partitioning is one more choice, and if nothing is
-        asked for, its peak is the budget: without zeros for outputs, as a plan makes none either.
+        """The plan, which replaces activation checkpointing: its own partitioning is one more choice.
+
+        If nothing is asked for, its peak is the budget, without zeros for outputs: a plan makes none either.
         """
         partitioning = make_partitioning(checkpointed, "default", self.partition, self.settings)
         if partitioning.step is None:
