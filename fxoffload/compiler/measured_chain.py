@@ -27,9 +27,8 @@ def as_compiled(
 
     Such a call takes the median time of the calls that ran the same graph as compiled. Where there are none, its
     estimate is as wrong as that of the variant that ran. Between the calls nothing changes, unless times of
-    ``compiled`` stand, be it of one call: a wait is in a call or after it. So the gaps of its phase stand too, if they
-    are less.
-    With FSDP2, 11 of 390 ms counted twice (two H200s, 2026-11-29).
+    ``compiled`` stand, be it of one call. A wait is in a call or in the gap after it, so the gaps of its phase stand
+    too, if they take less in all. With FSDP2, 11 of 390 ms counted twice (two H200s, 2026-11-29).
 
     Args:
         compiled: the chain that is asked for.

@@ -83,7 +83,7 @@ def cached_with_sizes(inputs: Sequence[Any]) -> Iterator[None]:
         if threading.get_ident() != mine:
             save_now(*args)
         elif [n.node.expr for n in sizes] == known:
-            with replaced(guarded, "_filter_backed_symints", classmethod(sizes_of)):
+            with compile_lock, replaced(guarded, "_filter_backed_symints", classmethod(sizes_of)):
                 save_now(*args)
 
     with (

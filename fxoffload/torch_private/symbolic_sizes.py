@@ -176,10 +176,10 @@ def backed_sizes(inputs: Sequence[Any]) -> list[torch.SymInt]:
 
 def told_all_symbols(inputs: Sequence[Any]) -> bool:
     """Whether each symbol in the sizes of ``inputs`` is an input or a size itself, as it always is in a whole graph. A
-    product of symbols alone tells none of them. Sizes that depend on data are not asked for.
+    product of symbols alone tells none of them.
 
-    Needed by torch 2.11 to 2.14: ``free_unbacked_symbols``.
+    Needed by torch 2.11 to 2.14: ``free_symbols``.
     """
     told = told_symbols(inputs)
     sized = [i for i in inputs if isinstance(i, (torch.Tensor, torch.SymInt))]
-    return all(set(free_symbols(i)) - set(free_unbacked_symbols(i)) <= told for i in sized)
+    return all(set(free_symbols(i)) <= told for i in sized)

@@ -200,18 +200,22 @@ def test_a_variant_that_fails_leaves_everything_as_it_was(step: str, same_code: 
     assert_equal(forced.step(), expected)
 
 
+class Alone(nn.Module):
+    """A model of one layer of two inputs."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([layer])
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """The layer's output."""
+        return self.layers[0](x, y)
+
+
 def test_edges_name_inputs_that_only_a_variant_may_save() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([Adding()])
-
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return self.layers[0](x, y)
-
     torch.manual_seed(0)
     inputs = torch.randn(4, 16), torch.randn(4, 16)
-    (tracked,) = sites_of(Two(), *inputs)
+    (tracked,) = sites_of(Alone(Adding()), *inputs)
     (edges,) = [tracked.edges]
     assert edges is not None
     placeholders = part_of(tracked).graph.forward.graph.find_nodes(op="placeholder")
@@ -221,7 +225,7 @@ def test_edges_name_inputs_that_only_a_variant_may_save() -> None:
     assert list(edges.inputs) == given
     assert sum(n is not None for n in given) == 2
     torch.compiler.reset()
-    (tracked,) = sites_of(Two(), *inputs, disable=("tape_recompute",))
+    (tracked,) = sites_of(Alone(Adding()), *inputs, disable=("tape_recompute",))
     assert tracked.edges is not None and not any(tracked.edges.inputs)
 
 
@@ -235,15 +239,7 @@ def test_variants_of_a_graph_that_logs_are_told(logs: bool) -> None:
                 logging.getLogger("tests.model").info("from a layer")
             return super().forward(x, y)
 
-    class One(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([Says()])
-
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return self.layers[0](x, y)
-
-    (tracked,) = sites_of(One(), torch.randn(4, 16), torch.randn(4, 16))
+    (tracked,) = sites_of(Alone(Says()), torch.randn(4, 16), torch.randn(4, 16))
     assert variant_maker_of(tracked)._settings.logs is logs
 
 
