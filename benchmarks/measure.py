@@ -58,7 +58,7 @@ class Measurement:
         if protocol.num_processes > 1:
             phases.optional("ranks alone", self.measure_ranks)
         phases.optional("compile times", lambda: read_compile_times(self.result))
-        phases.required("warm-up", lambda: measure_warmup(self.stepper, self.result, protocol))
+        phases.required("warm-up", self.warm_up)
         if protocol.calibration_steps and uses_fxoffload(self.request.variant):
             phases.required("plan", self.await_plan)
         phases.required("timed steps", self.timed_steps)
@@ -97,6 +97,9 @@ class Measurement:
 
     def measure_ranks(self) -> None:
         self.result.machine_by_rank = measure_ranks(self.request, self.device)
+
+    def warm_up(self) -> None:
+        measure_warmup(self.stepper, self.result, self.request.protocol)
 
     def await_plan(self) -> None:
         """Exactly ``calibration_steps`` more: all ranks must take as many, and a rank cannot see another's plan."""

@@ -67,6 +67,7 @@ class PlanWatch:
             planning_s=getattr(plan, "planning_s", None) or (sum(self._log.seconds) if self._log.seconds else None),
             num_drafts=sum(self._log.drafts) if self._log.drafts else None,
             between_steps_ms=plan.between_steps_ms,
+            loss=plan.loss,
             texts={"frozen": self._frozen},
         )
 

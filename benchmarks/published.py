@@ -208,20 +208,21 @@ TABLES = (
             Rows(STOCK_FILES.format(file), _STOCK, of=of, where_there=True)
             for file, of in {
                 "29-h200-stock-qwen3-packed": "the same, packed",
-                "27-h200-stock-qwen3-padded": "padded, 2 x 4,096",
+                "29-h200-stock-qwen3-padded": "padded, 2 x 4,096",
                 "29-h200-stock-qwen3-lora": "LoRA r=16",
                 "29-h200-stock-qwen3-checkpointing": "`gradient_checkpointing=True`",
-                "27-h200-stock-qwen3-rl": "a loss of RL in eager code",
-                "27-h200-stock-mistral": "Mistral, 12 layers",
+                "29-h200-stock-qwen3-rl": "a loss of RL in eager code",
+                "29-h200-stock-mistral": "Mistral, 12 layers",
                 "27-h200-stock-qwen3-moe": "Qwen3-MoE, 6 layers",
                 "27-h200-stock-llama-3b-default": "Llama 3.2-3B, 28 layers",
             }.items()
         )
         + (
             Rows("2026-11-29-h200-stock-gemma-3.json", _STOCK, of="Gemma-3, 12 layers", where_there=True),
+            Rows("2026-11-29-h200-stock-gpt-oss.json", _STOCK, of="gpt-oss, 4 layers, 2,048", where_there=True),
             Rows("2026-11-29-h200-stock-gpt2.json", _STOCK, of="GPT-2, 16 x 1,024", where_there=True),
             Rows("2026-11-29-h200-stock-t5-6-layers.json", _STOCK, of="T5, 6 + 6 layers", where_there=True),
-            Rows("2026-11-28-h200-stock-mistral-packed.json", _STOCK, of="Mistral, packed", where_there=True),
+            Rows("2026-11-29-h200-stock-mistral-packed.json", _STOCK, of="Mistral, packed", where_there=True),
             Rows("2026-11-28-h200-stock-llama-3b-lora.json", _STOCK, of="Llama 3.2-3B, LoRA r=16", where_there=True),
             Rows(f"{IMAGE}-inductor.json", {"inductor": "Inductor"}, of="Gemma-3 with an image, 12 layers"),
             Rows(f"{IMAGE}.json", {"auto": "fxoffload, default"}, of="Gemma-3 with an image, 12 layers"),

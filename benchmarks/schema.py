@@ -302,6 +302,7 @@ class PlanFacts:
     prediction_changed_later: bool | None = None
     smallest_budget_at_end_bytes: int | None = None
     measured_peak_bytes: int | None = None
+    loss: str = "inside"
     measured_step_ms: float | None = None
     measured_exposed_ms: float | None = None
     between_steps_ms: float | None = None

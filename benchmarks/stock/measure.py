@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import statistics
 
+from benchmarks.clock import StepTime
 from benchmarks.measure import Measurement
 from benchmarks.measure_plan import PlanMeasurement
+from benchmarks.offload import uses_fxoffload
 from benchmarks.plans import PlanWatch, join_planning
 from benchmarks.quartiles import summarize
 from benchmarks.schema import PlanFacts, Result
-from benchmarks.steps import measure_warmup
 from benchmarks.stock.apply import StockStepper
 from benchmarks.stock.estimates import segment_estimates
 from benchmarks.stock.records import StockRun
@@ -31,19 +32,23 @@ class StockMeasurement(PlanMeasurement):
         self._look(self._watch)
 
     def warm_up(self) -> None:
-        measure_warmup(self.stepper, self.result, self.request.protocol)
-        self._num_steps += 1 + self.request.protocol.warmup
-        if self._watch is None:
-            return
-        for _ in range(PATIENCE * self.request.protocol.calibration_steps):
+        stepper, result, watch = _stepper(self), self.result, self._watch
+        least = 1 + self.request.protocol.warmup
+
+        def begins(index: int) -> bool:
+            if watch is None:
+                return False
+            if index:
+                self._num_steps += 1
+                _note_uncalibrated(result, stepper, watch)
             join_planning()
-            self._look(self._watch)
-            if self.result.plan is not None and self._watch.is_settled():
-                break
-            self._one_more()
-            _note_uncalibrated(self.result, _stepper(self), self._watch)
-        if self.result.plan is not None:
-            self._watch.freeze_calibrated(self.result.plan, self._num_steps)
+            self._look(watch)
+            return index >= least and result.plan is not None and watch.is_settled()
+
+        more = PATIENCE * self.request.protocol.calibration_steps if watch is not None else 0
+        _keep_warm_up(result, stepper.row(least + more, begins))
+        if watch is not None and result.plan is not None:
+            watch.freeze_calibrated(result.plan, len(stepper.facts))
 
     def timed_steps(self) -> None:
         super().timed_steps()
@@ -68,21 +73,31 @@ class ShardedStockMeasurement(Measurement):
         super().first_step()
         _keep_first(self.result, _stepper(self))
 
-    def await_plan(self) -> None:
-        """At first as in a training loop, where variants compile while steps go on. All ranks take as many steps."""
-        watch, result, protocol = PlanWatch(seen=()), self.result, self.request.protocol
-        unwaited = PATIENCE * protocol.calibration_steps
-        for index in range(unwaited + protocol.calibration_steps):
-            if index >= unwaited:
+    def warm_up(self) -> None:
+        """As in a training loop, where variants compile while steps go on. All ranks take as many steps."""
+        stepper, result, protocol = _stepper(self), self.result, self.request.protocol
+        least = 1 + protocol.warmup
+        watch = PlanWatch(seen=()) if uses_fxoffload(self.request.variant) else None
+        more = (PATIENCE + 1) * protocol.calibration_steps if watch is not None else 0
+
+        def begins(index: int) -> None:
+            if watch is None:
+                return
+            if index:
+                _note_uncalibrated(result, stepper, watch)
+            if index >= least + PATIENCE * protocol.calibration_steps:
                 join_planning()
             newest = watch.newest()
             if newest is not None and (result.plan is None or newest != result.plan.graph):
-                result.plan = watch.freeze(len(_stepper(self).facts))
-                _run_of(result).plan_after_steps = len(_stepper(self).facts)
-            result.losses.append(self.stepper.step().loss)
-            _note_uncalibrated(result, _stepper(self), watch)
-        if result.plan is not None:
-            watch.freeze_calibrated(result.plan, len(_stepper(self).facts))
+                result.plan = watch.freeze(len(stepper.facts))
+                _run_of(result).plan_after_steps = len(stepper.facts)
+
+        _keep_warm_up(result, stepper.row(least + more, begins))
+        if watch is not None and result.plan is not None:
+            watch.freeze_calibrated(result.plan, len(stepper.facts))
+
+    def await_plan(self) -> None:
+        """It was waited for."""
 
     def timed_steps(self) -> None:
         super().timed_steps()
@@ -117,6 +132,11 @@ def _keep_first(result: Result, stepper: StockStepper) -> None:
     first = stepper.facts[-1]
     if result.first_step_memory is not None and first.peak_bytes is not None:
         result.first_step_memory.peak_bytes = first.peak_bytes
+
+
+def _keep_warm_up(result: Result, found: list[StepTime]) -> None:
+    result.second_step_ms = found[0].host_wall_ms
+    result.losses += [time.loss for time in found]
 
 
 def _keep_timed(result: Result, stepper: StockStepper) -> None:

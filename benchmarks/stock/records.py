@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 class StepFact:
     """One step, in the order in which they ran: forward, backward, AdamW, and the host's clock around all of them.
 
-    ``peak_bytes``: above the bytes at the step's beginning, without gradients; None on a CPU. ``idle_ms``: before it,
-    since AdamW of the step before; None in the first, and in the first of a row. Steps in a row share the peak, and
-    ``wall_ms`` is their mean.
+    ``peak_bytes``: above the bytes at the step's beginning, without gradients; None on a CPU. Timed steps share it.
+    ``wall_ms``: since the host saw the device end the step before. ``idle_ms``: before it, since AdamW of the step
+    before; None in the first.
     """
 
     forward_ms: float

@@ -13,6 +13,7 @@ import torch.fx as fx
 
 from fxoffload.analysis.labels import LAYER_KEY
 from fxoffload.compiler.partitioning import Partitioning
+from fxoffload.compiler.returned import returned_by
 from fxoffload.passes.attention_masks import AttentionMask
 from fxoffload.passes.find_candidates import Candidate, Skipped
 from fxoffload.plan_report.plan import Plan
@@ -78,6 +79,7 @@ def describe_plan(
         decisions=decisions_of(partitioning, schedule, base, simulation),
         floors=tuple(floors_of(partitioning.step, simulation)),
         frontier=tuple(frontier),
+        loss="inside" if any(r.is_loss for r in returned_by(partitioning.forward_state)) else "outside",
         simulation=simulation,
     )
 
@@ -304,11 +306,9 @@ def floors_of(step: TrainingStep, simulation: Simulation, about_gradients: str =
     in_backward = peak.phase == "backward"
     tangents = sum(s.nbytes for s in step.storages if s.is_tangent and not s.is_left_out) if in_backward else 0
     if outputs + tangents > _FLOOR * peak.peak_bytes:
-        unknown = ". What else a loss in eager code takes is not in the plan until a step ran" if tangents else ""
         yield (
             f"what the forward returns to the caller (logits, hidden states): {format_bytes(outputs)}, and gradients "
             f"of it: {format_bytes(tangents)}. Return the loss alone, or compute it in chunks"
-            f"{'' if simulation.outside_ms or simulation.outside_bytes else unknown}"
         )
     if peak.outside_bytes > _FLOOR * peak.peak_bytes:
         yield (

@@ -27,7 +27,7 @@ def render(plan: PlanData) -> str:
 def blocks_of(plan: PlanData) -> list[Block]:
     """The whole plan."""
     parts: list[Block] = [
-        Lines((_title(plan), *_knobs(plan), plan.summary, basis(plan))),
+        Lines((_title(plan), *_knobs(plan), plan.summary, basis(plan), *_not_predicted(plan))),
         costs(plan),
         Lines(tuple(_limits(plan))),
     ]
@@ -184,6 +184,14 @@ def basis(plan: PlanData) -> str:
     if plan.basis == "operators":
         return f"predicted from operators that were timed on this device, the rest estimated from its profile; {known}"
     return f"predicted from the device's profile: an estimate; {known}"
+
+
+def _not_predicted(plan: PlanData) -> Iterable[str]:
+    if plan.loss == "outside" and plan.calibrated is None:
+        yield (
+            "no output of this graph is a loss: the memory and time of code between its forward and its backward are "
+            "in no prediction; on a GPU the first steps tell them"
+        )
 
 
 def costs(plan: PlanData) -> Table:

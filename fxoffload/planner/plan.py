@@ -158,6 +158,8 @@ class PlanData:
             after each backward, and what the training loop and the model do there. In no ``step_ms``. None: not
             measured yet, or other graphs run there.
         measured_step: one of them, segment by segment; None before, and on a CPU, whose times predict nothing.
+        loss: "outside": no output of the graph is a loss, so what the loss takes is in no prediction until the plan is
+            calibrated.
         breaks: of a plan ahead: what breaks the model into several graphs, place by place, and runs between them as it
             is. Its time and memory are not in the plan.
         boundaries: those of the simulation, which JSON keeps; given with a simulation, they have no effect.
@@ -189,6 +191,7 @@ class PlanData:
     decisions: tuple[Decision, ...] = ()
     floors: tuple[str, ...] = ()
     frontier: tuple[FrontierPoint, ...] = ()
+    loss: Literal["inside", "outside"] = "inside"
     breaks: tuple[str, ...] = ()
     boundaries: tuple[Boundary, ...] = ()
     simulation: Simulation | None = field(default=None, compare=False)

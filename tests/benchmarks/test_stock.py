@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
@@ -70,7 +71,7 @@ def test_every_case_trains_with_adamw(name: str) -> None:
     in_a_row = stepper.steps(2)
     assert all(t.loss == losses[0] for t in in_a_row) or case.name in DROPPING
     assert [t.forward_ms > 0 and t.backward_ms > 0 for t in in_a_row] == [True] * 2
-    assert [f.optimizer_ms > 0 and f.peak_bytes is None for f in stepper.facts] == [True] * 4
+    assert all(f.optimizer_ms > 0 and f.wall_ms > 0 and f.peak_bytes is None for f in stepper.facts)
     assert [f.idle_ms is None for f in stepper.facts] == [True, False, False, False]
 
 
@@ -208,6 +209,15 @@ def test_a_prediction_is_compared_with_the_steps_that_followed_it() -> None:
     assert held(rows)["predicted"] is True and held(rows)["calibrated"] is True
 
 
+def test_what_a_plan_says_without_its_loss_is_no_claim() -> None:
+    without = row("auto", 101.0, 8.0, says=(101.5, 6.0))
+    assert without.result.plan is not None
+    rows = [without if r.variant.label == "auto" else r for r in TRUE_ROWS[:3]]
+    assert held(rows)["predicted"] is False
+    without.result.plan.loss = "outside"
+    assert held(rows)["predicted"] is None and held(rows)["calibrated"] is False
+
+
 def test_claims_of_checkpointing_and_of_ranks() -> None:
     rows = [dataclasses.replace(r, case=dataclasses.replace(r.case, form="checkpointing")) for r in TRUE_ROWS]
     assert held(rows)["gradient_checkpointing=True"] is False, "120 ms at checkpointing's peak or less"
@@ -274,32 +284,58 @@ def test_two_ranks_train_layers_of_their_own() -> None:
 
 
 class ScriptedClock:
-    """Each mark is one millisecond further from the last than that one was."""
+    """Every mark of all clocks is one millisecond further from the mark before than that one was. Writes down waits."""
+
+    num_marks, now_ms = 0, 0.0
+    events: ClassVar[list[str]] = []
 
     def __init__(self) -> None:
-        self._num_marks = 0
+        self._times: list[float] = []
 
     def mark(self) -> None:
-        self._num_marks += 1
+        ScriptedClock.num_marks += 1
+        ScriptedClock.now_ms += ScriptedClock.num_marks
+        self._times.append(ScriptedClock.now_ms)
+
+    def wait(self) -> None:
+        self.events.append("wait")
 
     def gaps_ms(self) -> list[float]:
-        return [float(n) for n in range(1, self._num_marks)]
+        return [after - before for before, after in pairwise(self._times)]
+
+
+def scripted(monkeypatch: pytest.MonkeyPatch) -> StockStepper:
+    monkeypatch.setattr(ScriptedClock, "num_marks", 0)
+    monkeypatch.setattr(ScriptedClock, "events", [])
+    monkeypatch.setattr(apply_module, "new_clock", lambda device: ScriptedClock())
+    return StockStepper(mock.MagicMock(), mock.MagicMock(), CPU)
 
 
 def test_steps_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Per step: between it and the one before, forward, backward, AdamW. The first ones do not count."""
     monkeypatch.setattr(apply_module, "_UNCOUNTED", 2)
-    monkeypatch.setattr(apply_module, "new_clock", lambda device: ScriptedClock())
-    stepper = StockStepper(mock.MagicMock(), mock.MagicMock(), CPU)
+    stepper = scripted(monkeypatch)
     found = stepper.steps(2)
-    assert [(t.forward_ms, t.backward_ms, t.optimizer_ms) for t in found] == [(9.0, 10.0, 11.0), (13.0, 14.0, 15.0)]
-    assert [f.idle_ms for f in stepper.facts] == [8.0, 12.0]
+    assert [(t.forward_ms, t.backward_ms, t.optimizer_ms) for t in found] == [(14.0, 15.0, 16.0), (20.0, 21.0, 22.0)]
+    assert [f.idle_ms for f in stepper.facts] == [12.0, 18.0]
     result = Result(num_timed_steps=2, memory=Memory(0, 64, 0, 0, 0))
     measure._keep_timed(result, stepper)
-    assert result.stock is not None and result.stock.row_ms == ((8 + 9 + 10) + (12 + 13 + 14)) / 2
+    assert result.stock is not None and result.stock.row_ms == ((12 + 14 + 15) + (18 + 20 + 21)) / 2
     assert [f.peak_bytes for f in stepper.facts] == [64, 64]
     result.step_ms = summarize([t.step_ms for t in found])
     assert slowest_step_ms(result) == result.stock.row_ms
+
+
+def test_the_host_launches_a_step_while_the_device_runs_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that idled between steps would be faster in them than in a training loop."""
+    stepper = scripted(monkeypatch)
+
+    def begins(index: int) -> bool:
+        ScriptedClock.events.append(f"step {index}")
+        return index == 3
+
+    assert len(stepper.row(9, begins)) == 3 == len(stepper.facts)
+    assert ScriptedClock.events == ["step 0", "step 1", "wait", "step 2", "wait", "step 3", "wait"]
 
 
 def test_a_calibrated_plan_is_compared_with_steps_that_followed_it() -> None:

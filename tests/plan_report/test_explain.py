@@ -342,6 +342,7 @@ def test_a_model_on_the_cpu(fresh: None) -> None:
     loss.backward()
     names = [name for d in fxoffload.last_plan().decisions for name in d.values]
     assert "layers.0.up [12, 32] f32" in names and "layers.1.down [12, 16] f32" not in names
+    assert fxoffload.last_plan().loss == "outside"
     text = str(fxoffload.explain())
     assert "1 plan, 1 graph compiled to offload" in text and "plan of graph" in text
     assert "no step was measured: steps are timed on a GPU" in text

@@ -407,6 +407,13 @@ def test_what_the_predictions_rest_on(basis: Any, error: EstimateError | None, l
     assert line in str(replace(plan(), basis=basis, estimate_error=error))
 
 
+def test_a_loss_outside_the_graph_is_in_no_prediction_until_it_was_measured() -> None:
+    said = "no output of this graph is a loss"
+    outside = replace(plan(), loss="outside")
+    assert outside.calibrated is not None and said not in str(outside)
+    assert said in str(replace(outside, calibrated=None)) and said not in str(replace(plan(), calibrated=None))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -427,7 +434,7 @@ def test_integers_of_times_become_numbers() -> None:
 
 def test_json_has_a_line_for_each_decision_and_boundary() -> None:
     lines = plan().to_json().splitlines()
-    assert lines[:3] == ["{", '"schema": 3,', '"graph": 0,']
+    assert lines[:3] == ["{", '"schema": 4,', '"graph": 0,']
     assert sum(line.startswith(' {"layers"') for line in lines) == len(DECISIONS)
     assert sum(line.startswith(' {"phase"') for line in lines) == 8
 
@@ -448,9 +455,9 @@ def _without(name: str) -> str:
         (plan().to_json()[:-40], "expected the JSON text of a plan"),
         ("[" * 100_000, "expected the JSON text of a plan"),
         ("[]", "an object, found a list"),
-        ("{}", "expected a plan of schema 3, found schema None; read it with the fxoffload that wrote it"),
-        (_damaged(schema=4), "expected a plan of schema 3, found schema 4"),
-        (_damaged(schema=True), "expected a plan of schema 3, found schema True"),
+        ("{}", "expected a plan of schema 4, found schema None; read it with the fxoffload that wrote it"),
+        (_damaged(schema=5), "expected a plan of schema 4, found schema 5"),
+        (_damaged(schema=True), "expected a plan of schema 4, found schema True"),
         (_damaged(colour="red"), "found colour besides them, and missed none"),
         (_without("floors"), "found none besides them, and missed floors"),
         (_damaged(graph="0"), "expected a plan: graph to be an integer, found '0'"),

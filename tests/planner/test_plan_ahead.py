@@ -92,7 +92,7 @@ def test_meta_fake_and_real_models_have_the_plan_that_is_compiled() -> None:
     ]
     first = plans[0]
     assert plans[1] == plans[2] == first
-    assert first.label == "Qwen3ForCausalLM"
+    assert first.label == "Qwen3ForCausalLM" and first.loss == "inside"
     assert first.shape == f"input_ids {BATCH}x{SEQUENCE}, labels {BATCH}x{SEQUENCE}"
     assert first.device == "NVIDIA H200"
     assert str(first).startswith(f"plan ahead (Qwen3ForCausalLM), {first.shape}, NVIDIA H200\n")
