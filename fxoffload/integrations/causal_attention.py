@@ -202,6 +202,8 @@ def _by_blocks(
         )
         found.append(output.reshape(batch, blocks * window, *output.shape[2:]))
     rest = (tokens - window) % window
+    if rest == 1:
+        rest = 1  # Also where lengths vary: transformers would hand SDPA its comparison, which is no bool.
     if rest > 0:
         first = tokens - rest - window
         found.append(

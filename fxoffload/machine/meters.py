@@ -43,8 +43,8 @@ _CPU_ROUND_MS = 0.5
 _LEFT = 0.1
 # Memory that the pool reserves without allocating it, and the clock's tensors.
 _SPARE_BYTES = 256 << 20
-# The caching allocator serves larger sizes from large blocks, and splits those only where more than this remains
-# (kSmallSize and DeviceCachingAllocator::should_split).
+# The caching allocator serves larger sizes from large blocks, and splits those only where more than this remains. It
+# splits small ones always (kSmallSize and DeviceCachingAllocator::should_split).
 _SMALL_BYTES = 1 << 20
 
 
@@ -265,26 +265,55 @@ class _Cached(NamedTuple):
 
 
 def _lifting_sizes(device: torch.device, nbytes: int) -> list[_Cached] | None:
-    """Allocations that are served from cached memory and take exactly ``nbytes`` together; None where there are
-    none."""
-    found: list[_Cached] = []
-    left: list[_Cached] = []
+    """Allocations that are served from cached memory and take exactly ``nbytes`` together; None where none were found.
+
+    Whole large blocks, as long as they fit, and an end of one block or of several small ones. Where no end fits, one of
+    the large blocks is left out.
+    """
+    whole: list[_Cached] = []
+    larger: list[_Cached] = []
     for block in sorted(_cached_blocks(device, "large"), key=lambda b: -b.size):
+        if block.size <= _SMALL_BYTES:
+            break  # Requests of this size are served from small blocks.
         if block.size <= nbytes:
-            found.append(block)
+            whole.append(block)
             nbytes -= block.size
         else:
-            left.append(block)
-    if nbytes == 0:
-        return found
-    is_large = nbytes > _SMALL_BYTES
-    fitting = [b for b in (left if is_large else _cached_blocks(device, "small")) if b.size >= nbytes]
+            larger.append(block)
+    small = _cached_blocks(device, "small")
+    for spared in (None, *reversed(whole)):
+        rest = nbytes if spared is None else nbytes + spared.size
+        end = _part_of_one(larger, rest) if rest > _SMALL_BYTES else None
+        end = _parts_of_small(small, rest) if end is None else end
+        if end is not None:
+            return [*(b for b in whole if b is not spared), *end]
+    return None
+
+
+def _part_of_one(blocks: Sequence[_Cached], nbytes: int) -> list[_Cached] | None:
+    """The allocation of ``nbytes`` that a large block serves without being taken whole."""
+    fitting = [b for b in blocks if b.size >= nbytes]
     for stream in dict.fromkeys(b.stream for b in fitting):
         # The allocator takes the smallest block that fits.
-        smallest = min(b.size for b in fitting if b.stream == stream)
-        if not is_large or smallest - nbytes > _SMALL_BYTES:
-            return [*found, _Cached(nbytes, stream)]
+        if min(b.size for b in fitting if b.stream == stream) - nbytes > _SMALL_BYTES:
+            return [_Cached(nbytes, stream)]
     return None
+
+
+def _parts_of_small(blocks: Sequence[_Cached], nbytes: int) -> list[_Cached] | None:
+    """Allocations of ``nbytes`` in all that small blocks serve: these are split wherever they are larger. Larger ones
+    go first, so that each finds a block that no later one needs. Gradients of norms and biases are such blocks, between
+    the optimizer's."""
+    if sum(b.size for b in blocks) < nbytes:
+        return None
+    found: list[_Cached] = []
+    for block in sorted(blocks, key=lambda b: -b.size):
+        left = block.size
+        while left and nbytes:
+            part = min(left, nbytes, _SMALL_BYTES)
+            found.append(_Cached(part, block.stream))
+            left, nbytes = left - part, nbytes - part
+    return sorted(found, key=lambda b: -b.size)
 
 
 def _cached_blocks(device: torch.device, kind: str) -> list[_Cached]:

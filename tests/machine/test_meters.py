@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from random import Random
 from unittest import mock
 
 import pytest
@@ -72,6 +73,11 @@ GIVEN_BACK = _Bytes(100 * MIB, 500 * MIB, 120 * MIB, 520 * MIB)
         # All of the first block would be taken.
         (Device(HIGHER, large=(10 * MIB + 512, 50 * MIB)), 0),
         (Device(HIGHER, large=(9 * MIB,), small=(512,)), 0),
+        # Gradients of norms, between the optimizer's moments.
+        (Device(HIGHER, large=(9 * MIB,), small=(512 * 1024, 300 * 1024, 300 * 1024)), FREE),
+        # Of a large block; a small one would serve that size.
+        (Device(HIGHER, large=(9 * MIB, 500 * 1024), small=(13 * 1024, 512 * 1024)), 0),
+        (Device(HIGHER, large=(6 * MIB + 512 * 1024, 3 * MIB, 5 * MIB), small=(512,)), FREE),
         (Device(LEVEL._replace(most_allocated=100 * MIB + 1024), small=(4096,)), FREE),
         # Blocks cached for other streams: FSDP gathers parameters on one of them.
         (Device(HIGHER, large=(4 * MIB,), others=(_Cached(6 * MIB, 7),)), FREE),
@@ -85,6 +91,36 @@ GIVEN_BACK = _Bytes(100 * MIB, 500 * MIB, 120 * MIB, 520 * MIB)
 )
 def test_only_what_leaves_the_peaks_as_they_were_has_room(device: Device, room: int) -> None:
     assert meters._room(GPU, device.now) == room
+
+
+def served(requests: list[_Cached], large: list[_Cached], small: list[_Cached]) -> int:
+    """Bytes that the caching allocator counts as allocated."""
+    pools, total = {False: list(large), True: list(small)}, 0
+    for request in requests:
+        is_small = request.size <= MIB
+        pool = pools[is_small]
+        block = min((b for b in pool if b.stream == request.stream and b.size >= request.size), key=lambda b: b.size)
+        pool.remove(block)
+        left = block.size - request.size
+        if left > (0 if is_small else MIB):
+            pool.append(_Cached(left, block.stream))
+            left = 0
+        total += request.size + left
+    return total
+
+
+def test_allocations_that_lift_the_peak_are_served_from_what_is_cached() -> None:
+    random, num_found = Random(0), 0
+    for _ in range(2000):
+        sizes = [[512 * random.randint(1, most) for _ in range(random.randint(0, 6))] for most in (12000, 3000)]
+        large, small = ([_Cached(size, random.choice((None, 7))) for size in pool] for pool in sizes)
+        nbytes = 512 * random.randint(1, sum(map(sum, sizes)) // 512 + 1)
+        with mock.patch.object(meters, "_cached_blocks", lambda device, kind: large if kind == "large" else small):  # noqa: B023
+            found = meters._lifting_sizes(GPU, nbytes)
+        if found is not None:
+            num_found += 1
+            assert served(found, large, small) == nbytes
+    assert num_found > 1000
 
 
 @pytest.mark.parametrize(
