@@ -77,6 +77,23 @@ def test_the_allocator_says_what_it_said(peak_mib: int, num_blocks: int) -> None
     del held
 
 
+def test_the_allocator_says_what_it_said_where_small_blocks_are_cached_between_others() -> None:
+    """As gradients of norms are, once an optimizer has made its state after them."""
+    work(2 * MIB)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    blocks = [torch.empty(200 << 10, dtype=torch.uint8, device="cuda") for _ in range(64)]
+    del blocks[::2]
+    before = counters()
+    assert before["max allocated"] - before["allocated"] >= 32 * (200 << 10)
+    measures = meter()
+    with measures.undisturbed():
+        assert measures.room_bytes() > 1024 * MIB
+        measures.once_ms(lambda: work(1024 * MIB))
+    assert counters() == before
+
+
 def test_no_more_is_run_than_can_be_hidden() -> None:
     """The peak is of memory that went back to the driver."""
     work(2 * MIB)

@@ -116,6 +116,9 @@ def copies(request: pytest.FixtureRequest) -> Iterator[None]:
     made: CopyStreams = HostCopies() if request.param == "at once" else Late()  # type: ignore[assignment]
     with mock.patch.object(engine, "streams", made):
         yield
+    lock: Any = engine.calls._lock  # A trace function, unlike a signal, may leave it held (``locked``).
+    if lock._is_owned():
+        lock._release_save()
 
 
 def try_each_of(
