@@ -38,7 +38,7 @@ from fxoffload.torch_private.transformers import forget_consecutive_positions
 CAUSAL_ATTENTION = "fxoffload_causal_sdpa"
 
 # Arguments of transformers' attention functions that change the result, and that SDPA cannot take.
-_BEYOND_SDPA = ("s_aux", "sinks", "indices")
+_BEYOND_SDPA = ("s_aux", "sinks", "indices", "block_indices", "softcap")
 
 
 def causal_mask(
