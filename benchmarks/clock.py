@@ -8,12 +8,10 @@ import torch
 
 
 class Clock(Interface):
-    """Marks are cheap and do not wait. ``wait`` waits until the device has passed the last one; ``gaps_ms`` waits for
-    the device and gives the time between marks."""
+    """Marks are cheap and do not wait. ``gaps_ms`` waits until the device has passed the last one, and gives the time
+    between marks."""
 
     def mark(self) -> None: ...
-
-    def wait(self) -> None: ...
 
     def gaps_ms(self) -> list[float]: ...
 
@@ -29,11 +27,8 @@ class EventClock:
         event.record()
         self._events.append(event)
 
-    def wait(self) -> None:
-        self._events[-1].synchronize()
-
     def gaps_ms(self) -> list[float]:
-        torch.cuda.synchronize()
+        self._events[-1].synchronize()
         pairs = zip(self._events, self._events[1:], strict=False)
         return [first.elapsed_time(second) for first, second in pairs]
 
@@ -46,9 +41,6 @@ class WallClock:
 
     def mark(self) -> None:
         self._times.append(time.perf_counter())
-
-    def wait(self) -> None:
-        pass
 
     def gaps_ms(self) -> list[float]:
         return [(b - a) * 1e3 for a, b in zip(self._times, self._times[1:], strict=False)]

@@ -59,6 +59,7 @@ class Stepper:
         clock = new_clock(self.device)
         start = time.perf_counter()
         loss = self.launch(clock)
+        synchronize(self.device)
         forward_ms, backward_ms, optimizer_ms = clock.gaps_ms()
         host_wall_ms = (time.perf_counter() - start) * 1e3
         return StepTime(forward_ms, backward_ms, host_wall_ms, loss.item(), optimizer_ms)

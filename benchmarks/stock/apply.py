@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import fxoffload
-from benchmarks.clock import Clock, StepTime, new_clock
+from benchmarks.clock import Clock, StepTime, new_clock, synchronize
 from benchmarks.job import Job
 from benchmarks.offload import apply_settings, compile_arguments, compile_module
 from benchmarks.schema import Request, Variant
@@ -66,62 +66,63 @@ class StockStepper(Stepper):
             most: steps of the row.
             begins: called before each, with its place in the row. The row ends where it returns True.
             counts_peaks: whether each step begins with new counters of the allocator's peak. It is read when the step
-                was launched.
+                was launched, above the bytes at the beginning of the row.
         """
         row: list[_Launched] = []
+        counts_peaks = counts_peaks and self.device.type == "cuda"
+        synchronize(self.device)
         if self.device.type == "cuda":
             torch.cuda._sleep(_HOST_AHEAD_CYCLES)
-        start = time.perf_counter()
+        before = None
         for index in range(most):
             if begins(index):
                 break
-            row.append(self._launch(counts_peaks))
+            self.job.zero_gradients()
+            if self._begin is not None:
+                self._begin()
+            if counts_peaks:
+                torch.cuda.reset_peak_memory_stats(self.device)
+                before = torch.cuda.memory_allocated(self.device) if before is None else before
+            row.append(self._launch())
+            if before is not None:
+                row[-1].fact.peak_bytes = torch.cuda.max_memory_allocated(self.device) - before
             if index:
-                row[index - 1].wait()
-        for launched in row[-1:]:
-            launched.wait()
-        return [one.finish(start if not at else row[at - 1].seen) for at, one in enumerate(row)]
+                row[-2].finish()
+        for last in row[-1:]:
+            last.finish()
+        # Reading a loss waits for all that was launched.
+        return [StepTime(f.forward_ms, f.backward_ms, f.wall_ms, loss.item(), f.optimizer_ms) for f, *_, loss in row]
 
-    def _launch(self, counts_peaks: bool) -> _Launched:
-        self.job.zero_gradients()
-        counts = counts_peaks and self.device.type == "cuda"
-        before = 0
-        if counts:
-            torch.cuda.reset_peak_memory_stats(self.device)
-            before = torch.cuda.memory_allocated(self.device)
-        clock, idle = new_clock(self.device), self._last_end
+    def _launch(self) -> _Launched:
+        start, clock, idle = time.perf_counter(), new_clock(self.device), self._last_end
         if idle is not None:
             idle.mark()
         loss = self.launch(clock)
         self._last_end = new_clock(self.device)
         self._last_end.mark()
-        peak = torch.cuda.max_memory_allocated(self.device) - before if counts else None
-        fact = StepFact(0.0, 0.0, 0.0, 0.0, peak)
+        fact = StepFact(0.0, 0.0, 0.0, 0.0)
         self.facts.append(fact)
-        return _Launched(fact, clock, idle, loss)
+        return _Launched(fact, clock, idle, start, loss)
 
 
-@dataclass
-class _Launched:
-    """A step whose times are not known yet. ``seen``: the host's clock when the device had ended it."""
+class _Launched(NamedTuple):
+    """A step whose times are not known yet. ``start``: on the host's clock."""
 
     fact: StepFact
     clock: Clock
     idle: Clock | None
+    start: float
     loss: torch.Tensor
-    seen: float = 0.0
 
-    def wait(self) -> None:
-        self.clock.wait()
-        self.seen = time.perf_counter()
-
-    def finish(self, began: float) -> StepTime:
-        """Write its fact, once the device has ended it. ``began``: when the step before was seen to end."""
+    def finish(self) -> None:
+        """Wait until the device has ended it, and write its fact."""
         fact, (forward, backward, optimizer) = self.fact, self.clock.gaps_ms()
         fact.forward_ms, fact.backward_ms, fact.optimizer_ms = forward, backward, optimizer
-        fact.wall_ms = (self.seen - began) * 1e3
-        fact.idle_ms = None if self.idle is None else self.idle.gaps_ms()[0]
-        return StepTime(forward, backward, fact.wall_ms, self.loss.item(), optimizer)
+        if self.idle is None:
+            fact.wall_ms = (time.perf_counter() - self.start) * 1e3
+        else:
+            (fact.idle_ms,) = self.idle.gaps_ms()
+            fact.wall_ms = fact.idle_ms + forward + backward + optimizer
 
 
 def apply_stock(request: Request, variant: Variant, job: Job, device: torch.device) -> StockStepper:

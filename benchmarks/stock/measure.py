@@ -38,8 +38,8 @@ class StockMeasurement(PlanMeasurement):
         def begins(index: int) -> bool:
             if watch is None:
                 return False
+            self._num_steps = len(stepper.facts)
             if index:
-                self._num_steps += 1
                 _note_uncalibrated(result, stepper, watch)
             join_planning()
             self._look(watch)
@@ -47,8 +47,10 @@ class StockMeasurement(PlanMeasurement):
 
         more = PATIENCE * self.request.protocol.calibration_steps if watch is not None else 0
         _keep_warm_up(result, stepper.row(least + more, begins))
+        self._num_steps = len(stepper.facts)
         if watch is not None and result.plan is not None:
-            watch.freeze_calibrated(result.plan, len(stepper.facts))
+            _note_uncalibrated(result, stepper, watch)
+            watch.freeze_calibrated(result.plan, self._num_steps)
 
     def timed_steps(self) -> None:
         super().timed_steps()
@@ -94,6 +96,7 @@ class ShardedStockMeasurement(Measurement):
 
         _keep_warm_up(result, stepper.row(least + more, begins))
         if watch is not None and result.plan is not None:
+            _note_uncalibrated(result, stepper, watch)
             watch.freeze_calibrated(result.plan, len(stepper.facts))
 
     def await_plan(self) -> None:

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 
 @dataclass
 class StepFact:
-    """One step, in the order in which they ran: forward, backward, AdamW, and the host's clock around all of them.
+    """One step, in the order in which they ran: forward, backward, AdamW, and all of it.
 
     ``peak_bytes``: above the bytes at the step's beginning, without gradients; None on a CPU. Timed steps share it.
-    ``wall_ms``: since the host saw the device end the step before. ``idle_ms``: before it, since AdamW of the step
-    before; None in the first.
+    ``idle_ms``: before it, since AdamW of the step before; None in the first. ``wall_ms``: all of it; of the first step
+    on the host's clock.
     """
 
     forward_ms: float

@@ -13,7 +13,7 @@ import torch.fx as fx
 
 from fxoffload.analysis.labels import LAYER_KEY
 from fxoffload.compiler.partitioning import Partitioning
-from fxoffload.compiler.returned import returned_by
+from fxoffload.compiler.returned import loss_of
 from fxoffload.passes.attention_masks import AttentionMask
 from fxoffload.passes.find_candidates import Candidate, Skipped
 from fxoffload.plan_report.plan import Plan
@@ -79,7 +79,7 @@ def describe_plan(
         decisions=decisions_of(partitioning, schedule, base, simulation),
         floors=tuple(floors_of(partitioning.step, simulation)),
         frontier=tuple(frontier),
-        loss="inside" if any(r.is_loss for r in returned_by(partitioning.forward_state)) else "outside",
+        loss=loss_of([partitioning.forward_state]),
         simulation=simulation,
     )
 

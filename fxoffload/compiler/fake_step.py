@@ -20,6 +20,7 @@ from fxoffload.compiled_graph import CompiledGraph
 from fxoffload.compiler.batch_sizes import depends_on_data
 from fxoffload.compiler.chain_graphs import GraphDescription, describe_graph, other_forms, recomputed_by
 from fxoffload.compiler.partitioning import Partitioning, describe
+from fxoffload.compiler.pipeline import ForwardState
 from fxoffload.compiler.session import CompileSession, GraphKwargs
 from fxoffload.compiler.variant_maker import Compiled, VariantMaker
 from fxoffload.runtime.tracker.step_memory import EdgeWatch
@@ -71,6 +72,10 @@ class FakeGraph:
         if up is not None and not self.why_not_described:
             compiled = Compiled(self._graph_of(self._partitioning), state, up, forward_kwargs, backward_kwargs)
             self._variant_maker = session.variant_maker_of(compiled)
+
+    @property
+    def forward_state(self) -> ForwardState:
+        return self._partitioning.forward_state
 
     @property
     def is_plain(self) -> bool:

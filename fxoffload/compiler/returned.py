@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Literal
+
 import torch.fx as fx
 
 from fxoffload.analysis.value_names import ValueNames
@@ -9,6 +12,11 @@ from fxoffload.analysis.values import extent_bytes, output_values, tensor_of
 from fxoffload.compiled_graph import Returned
 from fxoffload.compiler.pipeline import ForwardState
 from fxoffload.compiler.tangents import is_loss
+
+
+def loss_of(states: Iterable[ForwardState]) -> Literal["inside", "outside"]:
+    """``Plan.loss`` of a step of these graphs, before it ran."""
+    return "inside" if any(r.is_loss for state in states for r in returned_by(state)) else "outside"
 
 
 def returned_by(state: ForwardState) -> tuple[Returned, ...]:

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from fxoffload.compiler.chain_planning import ChainPlanning
 from fxoffload.compiler.fake_step import FakeGraph, FakeStep
+from fxoffload.compiler.returned import loss_of
 from fxoffload.errors import BudgetError, UnsupportedError
 from fxoffload.plan_report.plan import Plan
 from fxoffload.planner.plan import NO_GRAPH, Decision
@@ -50,7 +51,7 @@ def plan_fake_step(step: FakeStep, breaks: tuple[str, ...]) -> Plan:
             "Plan the parts of the model between its graph breaks"
         )
     plan = _plan_of_calls(step) if len(step.calls) > 1 else _plan_of_graph(graphs)
-    return replace(plan, graph=NO_GRAPH, breaks=breaks)
+    return replace(plan, graph=NO_GRAPH, breaks=breaks, loss=loss_of(g.forward_state for g in graphs))
 
 
 def _why_nothing(step: FakeStep) -> str:

@@ -280,7 +280,7 @@ def _lifting_sizes(device: torch.device, nbytes: int) -> list[_Cached] | None:
             nbytes -= block.size
         else:
             larger.append(block)
-    small = _cached_blocks(device, "small")
+    small = sorted(_cached_blocks(device, "small"), key=lambda b: -b.size)
     for spared in (None, *reversed(whole)):
         rest = nbytes if spared is None else nbytes + spared.size
         end = _part_of_one(larger, rest) if rest > _SMALL_BYTES else None
@@ -301,13 +301,15 @@ def _part_of_one(blocks: Sequence[_Cached], nbytes: int) -> list[_Cached] | None
 
 
 def _parts_of_small(blocks: Sequence[_Cached], nbytes: int) -> list[_Cached] | None:
-    """Allocations of ``nbytes`` in all that small blocks serve: these are split wherever they are larger. Larger ones
-    go first, so that each finds a block that no later one needs. Gradients of norms and biases are such blocks, between
-    the optimizer's."""
+    """Allocations of ``nbytes`` in all that small blocks serve, which are split wherever they are larger.
+
+    The largest come first, in ``blocks`` and in the result, so that each finds a block that no later one needs.
+    Gradients of norms and biases are such blocks, between the optimizer's.
+    """
     if sum(b.size for b in blocks) < nbytes:
         return None
     found: list[_Cached] = []
-    for block in sorted(blocks, key=lambda b: -b.size):
+    for block in blocks:
         left = block.size
         while left and nbytes:
             part = min(left, nbytes, _SMALL_BYTES)

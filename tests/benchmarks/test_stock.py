@@ -284,7 +284,8 @@ def test_two_ranks_train_layers_of_their_own() -> None:
 
 
 class ScriptedClock:
-    """Every mark of all clocks is one millisecond further from the mark before than that one was. Writes down waits."""
+    """Every mark of all clocks is one millisecond further from the mark before than that one was. Writes down the waits
+    of clocks of a step, which have four marks."""
 
     num_marks, now_ms = 0, 0.0
     events: ClassVar[list[str]] = []
@@ -297,10 +298,9 @@ class ScriptedClock:
         ScriptedClock.now_ms += ScriptedClock.num_marks
         self._times.append(ScriptedClock.now_ms)
 
-    def wait(self) -> None:
-        self.events.append("wait")
-
     def gaps_ms(self) -> list[float]:
+        if len(self._times) == 4:
+            self.events.append("wait")
         return [after - before for before, after in pairwise(self._times)]
 
 
@@ -336,6 +336,19 @@ def test_the_host_launches_a_step_while_the_device_runs_the_one_before(monkeypat
 
     assert len(stepper.row(9, begins)) == 3 == len(stepper.facts)
     assert ScriptedClock.events == ["step 0", "step 1", "wait", "step 2", "wait", "step 3", "wait"]
+    assert [f.wall_ms for f in stepper.facts[1:]] == [6 + 8 + 9 + 10, 12 + 14 + 15 + 16]
+
+
+def test_steps_before_one_that_fails_keep_their_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    stepper = scripted(monkeypatch)
+
+    def begins(index: int) -> None:
+        if index == 2:
+            raise torch.OutOfMemoryError
+
+    with pytest.raises(torch.OutOfMemoryError):
+        stepper.row(9, begins)
+    assert stepper.facts[0].forward_ms == 2.0
 
 
 def test_a_calibrated_plan_is_compared_with_steps_that_followed_it() -> None:

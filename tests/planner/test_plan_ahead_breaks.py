@@ -89,6 +89,7 @@ def test_what_was_planned_before_does_not_matter() -> None:
 def test_what_breaks_the_graph_is_named() -> None:
     found = plan(Towers(), example_args=(example_input(),), **SMALL)
     (text,) = found.breaks
+    assert found.loss == "outside"
     assert "planner/test_plan_ahead_breaks.py:" in text and "in forward" in text
     assert "User-inserted graph break" in text and "torch._dynamo.graph_break()" in text
     assert text in str(found) and "is not in the plan" in str(found)
