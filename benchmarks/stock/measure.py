@@ -46,11 +46,8 @@ class StockMeasurement(PlanMeasurement):
             return index >= least and result.plan is not None and watch.is_settled()
 
         more = PATIENCE * self.request.protocol.calibration_steps if watch is not None else 0
-        _keep_warm_up(result, stepper.row(least + more, begins))
+        _keep_warm_up(result, stepper, watch, stepper.row(least + more, begins))
         self._num_steps = len(stepper.facts)
-        if watch is not None and result.plan is not None:
-            _note_uncalibrated(result, stepper, watch)
-            watch.freeze_calibrated(result.plan, self._num_steps)
 
     def timed_steps(self) -> None:
         super().timed_steps()
@@ -94,13 +91,10 @@ class ShardedStockMeasurement(Measurement):
                 result.plan = watch.freeze(len(stepper.facts))
                 _run_of(result).plan_after_steps = len(stepper.facts)
 
-        _keep_warm_up(result, stepper.row(least + more, begins))
-        if watch is not None and result.plan is not None:
-            _note_uncalibrated(result, stepper, watch)
-            watch.freeze_calibrated(result.plan, len(stepper.facts))
+        _keep_warm_up(result, stepper, watch, stepper.row(least + more, begins))
 
     def await_plan(self) -> None:
-        """It was waited for."""
+        """The steps of the warm-up waited for it."""
 
     def timed_steps(self) -> None:
         super().timed_steps()
@@ -137,9 +131,12 @@ def _keep_first(result: Result, stepper: StockStepper) -> None:
         result.first_step_memory.peak_bytes = first.peak_bytes
 
 
-def _keep_warm_up(result: Result, found: list[StepTime]) -> None:
+def _keep_warm_up(result: Result, stepper: StockStepper, watch: PlanWatch | None, found: list[StepTime]) -> None:
     result.second_step_ms = found[0].host_wall_ms
     result.losses += [time.loss for time in found]
+    if watch is not None and result.plan is not None:
+        _note_uncalibrated(result, stepper, watch)
+        watch.freeze_calibrated(result.plan, len(stepper.facts))
 
 
 def _keep_timed(result: Result, stepper: StockStepper) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
 
 import torch.fx as fx
 
@@ -12,9 +11,10 @@ from fxoffload.analysis.values import extent_bytes, output_values, tensor_of
 from fxoffload.compiled_graph import Returned
 from fxoffload.compiler.pipeline import ForwardState
 from fxoffload.compiler.tangents import is_loss
+from fxoffload.planner.plan import Loss
 
 
-def loss_of(states: Iterable[ForwardState]) -> Literal["inside", "outside"]:
+def loss_of(states: Iterable[ForwardState]) -> Loss:
     """``Plan.loss`` of a step of these graphs, before it ran."""
     return "inside" if any(r.is_loss for state in states for r in returned_by(state)) else "outside"
 

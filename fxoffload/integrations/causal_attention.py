@@ -203,7 +203,8 @@ def _by_blocks(
         found.append(output.reshape(batch, blocks * window, *output.shape[2:]))
     rest = (tokens - window) % window
     if rest == 1:
-        rest = 1  # Also where lengths vary: transformers would hand SDPA its comparison, which is no bool.
+        # A number, also where lengths vary: transformers would give SDPA ``q_length > 1`` for ``is_causal``, a SymBool.
+        rest = 1
     if rest > 0:
         first = tokens - rest - window
         found.append(

@@ -11,6 +11,9 @@ from fxoffload.planner.simulate import Boundary, Simulation
 
 Action = Literal["keep", "offload", "recompute", "stay", "mask"]
 
+# Whether an output of the compiled graphs is a loss; see ``Plan.loss``.
+Loss = Literal["inside", "outside"]
+
 # Measurements on the device before the plan, from least to most; see ``Plan.basis``.
 Basis = Literal["estimated", "operators", "segments", "steps"]
 BASES: tuple[Basis, ...] = get_args(Basis)
@@ -191,7 +194,7 @@ class PlanData:
     decisions: tuple[Decision, ...] = ()
     floors: tuple[str, ...] = ()
     frontier: tuple[FrontierPoint, ...] = ()
-    loss: Literal["inside", "outside"] = "inside"
+    loss: Loss = "inside"
     breaks: tuple[str, ...] = ()
     boundaries: tuple[Boundary, ...] = ()
     simulation: Simulation | None = field(default=None, compare=False)

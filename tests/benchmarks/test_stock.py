@@ -284,8 +284,8 @@ def test_two_ranks_train_layers_of_their_own() -> None:
 
 
 class ScriptedClock:
-    """Every mark of all clocks is one millisecond further from the mark before than that one was. Writes down the waits
-    of clocks of a step, which have four marks."""
+    """Every mark of all clocks is one millisecond further from the mark before than that one was. Writes down which
+    step is waited for: each has four marks in a clock of its own, and two between it and the next."""
 
     num_marks, now_ms = 0, 0.0
     events: ClassVar[list[str]] = []
@@ -294,13 +294,14 @@ class ScriptedClock:
         self._times: list[float] = []
 
     def mark(self) -> None:
+        self._first = ScriptedClock.num_marks if not self._times else self._first
         ScriptedClock.num_marks += 1
         ScriptedClock.now_ms += ScriptedClock.num_marks
         self._times.append(ScriptedClock.now_ms)
 
     def gaps_ms(self) -> list[float]:
         if len(self._times) == 4:
-            self.events.append("wait")
+            self.events.append(f"wait for {self._first // 6}")
         return [after - before for before, after in pairwise(self._times)]
 
 
@@ -335,7 +336,12 @@ def test_the_host_launches_a_step_while_the_device_runs_the_one_before(monkeypat
         return index == 3
 
     assert len(stepper.row(9, begins)) == 3 == len(stepper.facts)
-    assert ScriptedClock.events == ["step 0", "step 1", "wait", "step 2", "wait", "step 3", "wait"]
+    assert ScriptedClock.events == [
+        "step 0",
+        *("step 1", "wait for 0"),
+        *("step 2", "wait for 1"),
+        *("step 3", "wait for 2"),
+    ]
     assert [f.wall_ms for f in stepper.facts[1:]] == [6 + 8 + 9 + 10, 12 + 14 + 15 + 16]
 
 
