@@ -96,5 +96,18 @@ def test_many_good_steps_make_up_for_a_stall() -> None:
         lead.wait_for(late)
         late.left = 0
         for _ in range(500):
-            lead.wait_for(Point(1))
+            lead.wait_for(Point(2))
     assert good(lead, 1) == 1
+
+
+def test_a_host_that_is_late_again_and_again_runs_ahead_for_some_steps() -> None:
+    """Calls that are late now and then are paced as before."""
+    lead = HostLead()
+    for _ in range(5):
+        for _ in range(3):
+            lead.wait_for(Point(1))
+        assert good(lead, 1) == 1
+    for _ in range(4):
+        lead.wait_for(Point(1))
+    assert good(lead, 500) == 0
+    assert good(lead, 3) == 3
