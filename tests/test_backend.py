@@ -23,7 +23,7 @@ from torch._inductor import config as inductor_config
 
 import fxoffload
 from fxoffload import backend
-from fxoffload.compiler import plain, plan_chain, segments, session
+from fxoffload.compiler import plain, plan_chain, plan_of_graph, segments, session
 from fxoffload.compiler.kernels import PendingKernels
 from fxoffload.environment import PIECES
 from fxoffload.errors import OptionsError, PassError, SegmentCompileError, UnsupportedError
@@ -331,7 +331,7 @@ class TestPieces:
     @pytest.mark.parametrize("disabled", [True, False])
     def test_calibration(self, by: str, disabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         asked: list[Any] = []
-        monkeypatch.setattr(session, "replan_for", lambda *args: asked.append(args))
+        monkeypatch.setattr(plan_of_graph, "replan_for", lambda *args: asked.append(args))
         options = {"policy": "auto", "max_slowdown": 9.0}
         if disabled:
             found = disabled_run("calibration", by, monkeypatch, **options)

@@ -51,6 +51,22 @@ def watching(run: Callable[[list[Any]], Any], outputs: Outputs, count: int) -> C
     return boxed(forward)
 
 
+def watching_backward(
+    run: Callable[[list[Any]], Any], outputs: Outputs, ended: Callable[[], None] | None
+) -> Callable[[list[Any]], Any]:
+    """``run``, the backward of ``watching``; ``ended`` is called after each."""
+
+    def backward(args: list[Any]) -> Any:
+        outputs.backward_begins(args)
+        results = run(args)
+        outputs.backward_ended()
+        if ended is not None:
+            ended()
+        return results
+
+    return boxed(backward)
+
+
 def retainable(run: Callable[[list[Any]], Any], overwritten: Collection[int]) -> Callable[[list[Any]], Any]:
     """A plain backward that may run again. Inductor lets it overwrite what only it reads, and AOTAutograd would refuse
     ``retain_graph=True`` for that, depending on what a plan did to the graph: it overwrites copies instead.

@@ -31,6 +31,9 @@ from fxoffload.step.segment_names import TURN
 # Of a step: code between its forward and its backward that takes less is no part of the plan.
 _SMALL_TURN = 0.01
 
+# phase -> segment -> its code: segments of the same code have the same working set.
+Alike = Mapping[Phase, Mapping[str, object]]
+
 
 class GraphRecalibration(Recalibration):
     """Makes one graph's plan once more, with its measured times.
@@ -41,7 +44,7 @@ class GraphRecalibration(Recalibration):
         box: where the plan is shown.
         objective: of the plan.
         order: positions in the step's candidates of the graph's candidates.
-        alike: phase -> segment -> its code: segments of the same code have the same working set.
+        alike: the code of each segment.
         pin: prepares that many more bytes of host memory, and says whether they are ready.
 
     Attributes:
@@ -55,7 +58,7 @@ class GraphRecalibration(Recalibration):
         box: PlanBox,
         objective: Objective,
         order: list[int],
-        alike: Mapping[Phase, Mapping[str, object]],
+        alike: Alike,
         pin: Callable[[int], bool],
     ) -> None:
         assert planned.schedule is not None and planned.scheduler is not None
@@ -128,7 +131,7 @@ class GraphRecalibration(Recalibration):
         return Choice(tuple(found.offload[i] for i in self._order), found.windows)
 
     def settle(self, now: Schedule) -> None:
-        """See ``Recalibration``. The first step's schedule may still run (``CompileSession._settling``)."""
+        """See ``Recalibration``. The first step's schedule may still run (``PlanOfGraph.settling``)."""
         if self.first is not None and self._graph.planned is self.first:
             self.follow(now)
         if self.control is not None:
@@ -146,7 +149,7 @@ def replan_for(
     planned: GraphPlanning,
     box: PlanBox,
     objective: Objective,
-    alike: Mapping[Phase, Mapping[str, object]],
+    alike: Alike,
     device: torch.device,
     pin: Callable[[int], bool],
     records: bool = True,
@@ -165,7 +168,7 @@ def calibration_of(
     planned: GraphPlanning,
     box: PlanBox,
     objective: Objective,
-    alike: Mapping[Phase, Mapping[str, object]],
+    alike: Alike,
     pin: Callable[[int], bool],
 ) -> GraphRecalibration | None:
     """Replans a graph; None where nothing in it moves. Arguments as of ``GraphRecalibration``."""

@@ -7,9 +7,7 @@ the backward graph. The session carries state from one to the next.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -30,45 +28,35 @@ from fxoffload.compiler.callables import (
     tracked_plain,
     tracked_plain_backward,
     watching,
+    watching_backward,
     when_ready,
 )
 from fxoffload.compiler.chain_graphs import (
     ChainSettings,
     GraphDescription,
-    OtherForm,
     describe_graph,
     is_dynamic,
-    other_forms,
     recomputed_by,
 )
-from fxoffload.compiler.graph_budget import GraphBudget, PlannedGraph
 from fxoffload.compiler.graph_inputs import GraphInputs, parameters_in_joint
 from fxoffload.compiler.measured_costs import MeasuredCosts
 from fxoffload.compiler.partitioning import Partition, PartitionSettings
 from fxoffload.compiler.pipeline import BackwardState, ForwardState
 from fxoffload.compiler.plain import compile_plain
+from fxoffload.compiler.plan_of_graph import PlanOfGraph
 from fxoffload.compiler.planning import (
     FEW_POINTS,
-    TUNING_BYTES,
-    WORTH,
     GraphPlanning,
     NotWorthItError,
     Planning,
-    not_worth_it,
-    schedule_of_first_step,
-    too_small,
 )
-from fxoffload.compiler.recalibrate_graph import GraphRecalibration, calibration_of, replan_for
-from fxoffload.compiler.recalibration import Recalibration
-from fxoffload.compiler.replan import Replan
 from fxoffload.compiler.returned import returned_by
-from fxoffload.compiler.schedule_by_size import ScheduleBySize, SizedPlan
-from fxoffload.compiler.size_variants import Range, plan_for_sizes
+from fxoffload.compiler.size_variants import plan_for_sizes
 from fxoffload.compiler.step_member import StepMember
 from fxoffload.compiler.tangents import zeros_of
 from fxoffload.compiler.variant_maker import Compiled, Source, VariantMaker, variant_maker_for
 from fxoffload.counters import counters
-from fxoffload.errors import BudgetError, PassError, in_brief
+from fxoffload.errors import BudgetError, in_brief
 from fxoffload.options import Options
 from fxoffload.passes.annotate_layers import AnnotateLayers, LayerReport
 from fxoffload.passes.checkpointed import clear_plain_checkpointing, num_checkpointed
@@ -78,13 +66,9 @@ from fxoffload.passes.runner import PassEntry, run_passes
 from fxoffload.passes.shrink_constants import ShrinkConstants
 from fxoffload.passes.tag_recompute import TagRecompute, TagReport
 from fxoffload.passes.unwrap_random import UnwrapRandom
-from fxoffload.plan_report.plan import Plan
-from fxoffload.plan_report.registry import PlanBox
 from fxoffload.planner.as_measured import measured_step, shared
 from fxoffload.planner.objective import Objective
 from fxoffload.planner.rates import ProfileRates
-from fxoffload.planner.schedule import Schedule, Scheduler
-from fxoffload.planner.windows import no_windows
 from fxoffload.processes import processes_on_this_machine
 from fxoffload.progress import working
 from fxoffload.runtime.engine import engine_for
@@ -94,12 +78,11 @@ from fxoffload.runtime.layout import HookWatch
 from fxoffload.runtime.tracker.own_plan import IS_PLAIN, OwnPlan
 from fxoffload.runtime.tracker.tracked_graph import TrackedGraph
 from fxoffload.runtime.variant import Variants
-from fxoffload.step.choice import Choice
 from fxoffload.step.offload_candidate import OffloadCandidate
 from fxoffload.step.readings import Phase
 from fxoffload.torch_private.aot_autograd import take_donated_placeholders
 from fxoffload.torch_private.dynamo_logging import logs_in_frame
-from fxoffload.torch_private.graphs import boxed, calls_graph, copy_graph
+from fxoffload.torch_private.graphs import calls_graph, copy_graph
 from fxoffload.torch_private.inductor import CustomPartitionerFn
 from fxoffload.torch_private.partitioner import (
     default_partition,
@@ -126,8 +109,6 @@ class _JointState:
     tags: TagReport = field(default_factory=TagReport)
 
 
-# Most calls that follow the first step's schedule, where no calibration comes that would count the outputs.
-_MOST_AT_FIRST = 32
 _PIECES_OF_CHAINS = frozenset({"tape_plan", "planner", "segments", "offload", "prefetch", "cross_graph_prefetch"})
 
 _JOINT: tuple[PassEntry[_JointState], ...] = (
@@ -190,26 +171,14 @@ class CompileSession:
         self._num_user_outputs = 0
         self._static_inputs: frozenset[int] = frozenset()
         self._plain = False
-        self._planned: GraphPlanning | None = None
+        self._own: PlanOfGraph | None = None
         self._must_offload = False  # A user's policy wants some value on the host.
-        self._sized: SizedPlan | None = None  # Where sizes vary.
-        self._range: Range | None = None  # Of these sizes.
-        self._limit_bytes: int | None = None  # Part of the budget that the schedule may take.
         self._costs = MeasuredCosts(options.profile, device, is_off="measured_costs" in disabled)
-        self._calibration: Recalibration | None = None  # Until the first step.
-        self._plan_box: PlanBox | None = None
         self._watched_graph: OwnPlan | None = None  # where a budget let it be plain Inductor's
-        self._own_budget: int | None = None  # of a plan for this graph alone
-        self._describe_plain: Callable[[str], Plan] | None = None  # until the backward is compiled
-        self._pinned_before = 0  # bytes of host memory
-        self._others: dict[str, OtherForm] = {}  # the graph without that plan, by fields of ``GraphDescription``
         self._objective = Objective.of(
             options.budget_bytes, options.max_slowdown, num_processes=processes_on_this_machine()
         )
-        self._replan: Replan | None = None
         self.leaves_gradients_undefined = False  # that nothing comes from: autograd is to pass None
-        self._settled: Choice | None = None  # the plan, while the first step follows another schedule
-        self._not_judged: list[Choice] = []  # that schedule
         self._alike: dict[Phase, dict[str, object]] = {}
         self._forward: _CompiledForward | None = None
         self._hooks = HookWatch()
@@ -256,14 +225,15 @@ class CompileSession:
             if plans or not self.why_not_in_chain():
                 self._costs.measure_ops(gm)
             if plans:
-                self._planned = self._plan(free, split, gm)
+                self._own = self._plan(free, split, gm)
             elif free is not gm and tell.is_new("checkpointing of one layer"):
                 log.info("activation checkpointing of a graph of one layer is obeyed until its step is planned")
-            self._tell_checkpointing(gm if plans and self._planned is None else free)
-            if self._planned is not None:
-                self._plain = self._planned.schedule is None
+            self._tell_checkpointing(gm if plans and self._own is None else free)
+            if self._own is not None:
+                self._plain = self._own.is_plain
                 counters.add("num_plain_graphs", int(self._plain))
-                return self._planned.partitioning.forward, self._planned.partitioning.backward
+                partitioning = self._own.planning.partitioning
+                return partitioning.forward, partitioning.backward
             if self._may_vary():
                 self._source = Source(copy_graph(free), split, num_checkpointed(gm) - num_checkpointed(free))
             run_passes(_JOINT[-1:], state, "joint")
@@ -292,7 +262,7 @@ class CompileSession:
         """``obeyed``: the joint graph with the tags that stay."""
         count = num_checkpointed(obeyed) if self.options.policy == "auto" else 0
         if count:
-            tell.checkpointing_inside(count, self._planned.checkpointing if self._planned else "")
+            tell.checkpointing_inside(count, self._own.planning.checkpointing if self._own else "")
 
     def _unwrap_random(self, joint: fx.GraphModule, *graphs: fx.GraphModule) -> None:
         """Checkpointing recomputes attention with the random state that it had, even if it draws nothing: without those
@@ -313,12 +283,12 @@ class CompileSession:
 
     @property
     def planned(self) -> GraphPlanning | None:
-        """The graph's own plan, until its backward is compiled; None: it has none."""
-        return self._planned
+        """The graph's own plan; None: it has none."""
+        return None if self._own is None else self._own.planning
 
     def forget_plan(self) -> None:
         """``fxoffload.plans()`` stops listing it, and its partitionings go."""
-        self._planned = self._plan_box = self._source = None
+        self._own = self._source = None
 
     def _chooses(self) -> bool:
         """Whether the options choose the saved and recomputed values, and not AOTAutograd's partitioner."""
@@ -348,7 +318,7 @@ class CompileSession:
             logs=self._builder.logs,
         )
 
-    def _plan(self, gm: fx.GraphModule, partition: Partition, tagged: fx.GraphModule) -> GraphPlanning | None:
+    def _plan(self, gm: fx.GraphModule, partition: Partition, tagged: fx.GraphModule) -> PlanOfGraph | None:
         """``tagged``: the same graph with all tags."""
         options = self.options
         rates = self.rates()
@@ -372,18 +342,10 @@ class CompileSession:
             found = plan_for_sizes(planning)
         if found is None:
             return None
-        self._sized, self._range, self._limit_bytes = found.sized, found.range, planning.limit_bytes
-        plan = replace(
-            found.planned.plan,
-            basis="operators" if rates.op_times else "estimated",
-            estimate_error=rates.profile.estimate_error,
-        )
-        self._plan_box = PlanBox(plan)
-        self._own_budget = found.planned.objective.budget_bytes
-        self._describe_plain = found.planned.describe_plain
-        self._others = other_forms(found.planned, self.partition_settings())
-        log.info("%s", plan.summary)
-        return replace(found.planned, plan=plan)
+        settings = self.partition_settings()
+        own = PlanOfGraph(found, planning.limit_bytes, rates, settings, self._objective, self._runtime.budgets)
+        log.info("%s", own.plan.summary)
+        return own
 
     def rates(self) -> ProfileRates:
         """The rates that plans are made with. Raises OptionsError, ProfileError: see ``rates_for``."""
@@ -431,15 +393,15 @@ class CompileSession:
 
         Normally that is at once. A graph with a plan of its own joins when a step runs it with others.
         """
-        forward, tracked, source = self._forward, self._tracked, self._source
-        own = self._plan_box
+        forward, tracked, source, own = self._forward, self._tracked, self._source, self._own
         if forward is None or tracked is None:
             return
         budget = self._objective.budget_bytes
         tracked.has_budget = budget is not None
-        member = StepMember(forward.graph, tracked, budget, own, self._own_budget or 0)
+        box, own_budget = (None, None) if own is None else (own.box, own.budget_bytes)
+        member = StepMember(forward.graph, tracked, budget, box, own_budget or 0)
         reason = self.why_not_in_chain()
-        if own is not None and self._sized is not None:
+        if own is not None and own.sized is not None:
             reason = reason or "its sizes vary from call to call"
         if reason:
             member.stay_out(reason)
@@ -461,7 +423,8 @@ class CompileSession:
                 self.rates(),
                 variant_maker,
             )
-            others = {name: form.description(forward.state, backward) for name, form in self._others.items()}
+            forms = {} if own is None else own.other_forms
+            others = {name: form.description(forward.state, backward) for name, form in forms.items()}
         except Exception as error:
             member.fail(error)
             return
@@ -488,12 +451,12 @@ class CompileSession:
         """Compile one graph that AOTAutograd hands over. Has ``compile_fx_inner``'s signature."""
         if not kwargs.get("is_backward"):
             return self._inner_compile(gm, example_inputs, kwargs)
-        # Its partitionings are as large as the graphs, and the session may live as long as the code.
-        self._planned = None
         found = self._inner_compile(gm, example_inputs, kwargs)
-        self._source, self._others, self._describe_plain = None, {}, None  # for the same reason
-        if self._range is not None:
-            self._range.guard()
+        # Partitionings are as large as the graphs, and the session may live as long as the code.
+        self._source = None
+        if self._own is not None:
+            self._own.forget_graphs()
+            self._own.guard_sizes()
         return found
 
     def _inner_compile(
@@ -518,7 +481,6 @@ class CompileSession:
             # The backward is compiled before the first forward runs: from here on nothing saves a token.
             assert self._forward is not None
             self._forward.graph.keeps_everything = True
-            self._calibration = None
             inputs = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]  # as the forward lays them out
             return self._compile_plain(gm, inputs, kwargs)
 
@@ -542,18 +504,17 @@ class CompileSession:
 
         policy = self.options.policy
         engine = engine_for(self.device)
-        planned = self._planned_choice(state)
+        own = self._own
+        planned = None if own is None else own.choice(state)
         flags = state.actions[policy] if planned is None else planned.offload
         chosen = [c for c, go in zip(state.saved.candidates, flags, strict=True) if go]
         moved = sum(c.nbytes or 0 for c in chosen)
-        first = None if self._planned is None else self._planned.first
         keeps_turn = self._runtime.keeps_turn and planned is None
         leaving = [c for c in chosen if not (keeps_turn and c.name in state.turn.names)]
         # Pinned in the background while the rest compiles.
         reserved = sum(block_bytes(c.nbytes or 0) for c in leaving)
-        if first is not None:
-            reserved = max(reserved, first.simulation.bytes_offloaded)
-        self._pinned_before = engine.host_bytes_reserved()
+        if own is not None:
+            reserved = own.to_reserve(reserved)
         engine.reserve(reserved, self._runtime.budgets)
         built = self._builder.forward(state, kwargs)
         graph = CompiledGraph(
@@ -565,10 +526,8 @@ class CompileSession:
             masks=state.masks,
             returns=returned_by(state),
         )
-        graph.planned, graph.plan_box = planned, self._plan_box
-        if first is not None and planned is not None:
-            graph.planned, self._settled = self._choice(state, first), planned
-            self._not_judged.append(graph.planned)
+        if own is not None:
+            own.follow(graph, state)
         register(graph)
         self._forward = _CompiledForward(state, built.offload_candidates, donatable, graph, kwargs)
         log.info(
@@ -580,113 +539,19 @@ class CompileSession:
             state.saved.candidate_bytes / 2**20,
             policy,
         )
-        by_size = self._by_size(state)
+        by_size = None if own is None else own.by_size(state)
         tracked = self._tracked = engine.calls.track()
         tracked.reserved_bytes = reserved
         tracked.may_record = "allocator_record" not in self.disabled
         tracked.may_trim = "host_trim" not in self.disabled and not is_dynamic(state)
         calls = CallChoice(graph, tracked, self._variants, built.order, by_size)
         self._alike["forward"] = {name: id(call.fn) for name, call in state.modules.items()}
-        if self._planned is not None and self._plan_box is not None:
-            budgets = self._runtime.budgets
-
-            def pin(more: int) -> bool:
-                # Before the first step, reserved memory may not be pinned yet.
-                is_there = engine.pin(max(engine.arena.reserved_bytes, tracked.reserved_bytes) + more, budgets)
-                tracked.reserved_bytes += more * is_there
-                return is_there
-
-            about = (graph, self._planned, self._plan_box, self._planned.objective, self._alike)
-            if "calibration" not in self.disabled:
-                records = "allocator_record" not in self.disabled
-                self._replan = calls.replan = replan_for(*about, self.device, pin, records)
-            if self._costs.will_run_segments:
-                self._calibration = calibration_of(*about, pin) if self._replan is None else self._replan.calibration
-        if planned is not None and self._objective.budget_bytes is not None:
-            tracked.control = self._control(graph, state, by_size)
-            calibration = self._calibration if self._replan is None else self._replan.calibration
-            if calibration is not None:
-                calibration.control = tracked.control
+        if own is not None:
+            own.correct(calls, state, self._alike, self.disabled, runs_segments=self._costs.will_run_segments)
         forward = forward_callable(built.program, calls.decide, self._hooks, calls.step_begins, tracked, self._variants)
-        if self._plan_box is not None:
+        if own is not None:
             forward = watching(forward, graph.outputs, self._num_user_outputs)
         return when_ready(forward, self._builder.pending)
-
-    def _control(self, graph: CompiledGraph, state: ForwardState, by_size: ScheduleBySize | None) -> GraphBudget:
-        """The control that holds a graph with a plan of its own to its budget."""
-        planned, box, engine, budgets = self._planned, self._plan_box, engine_for(self.device), self._runtime.budgets
-        assert planned is not None and box is not None
-        assert planned.partitioning.step is not None and planned.schedule is not None and planned.scheduler is not None
-        place = {c.name: i for i, c in enumerate(planned.partitioning.step.candidates)}
-        found = PlannedGraph(
-            graph,
-            box,
-            self._objective,
-            [place[c.name] for c in state.saved.candidates],
-            Choice(state.actions["auto"], no_windows(planned.partitioning.step)),
-            ignored=self._not_judged,
-            by_size=by_size,
-            pin=lambda more: engine.pin(engine.arena.reserved_bytes + more, budgets),
-        )
-        return GraphBudget(found, planned.scheduler, planned.schedule, in_background=self.device.type == "cuda")
-
-    def _by_size(self, state: ForwardState) -> ScheduleBySize | None:
-        """Schedules calls of other sizes than the planned ones; None where sizes are fixed."""
-        sized, planned = self._sized, self._planned
-        if sized is None or planned is None or planned.partitioning.step is None:
-            return None
-        sizes = sized.sizes.in_forward(state.gm)
-        if sizes is None:
-            return None
-        place = {c.name: i for i, c in enumerate(planned.partitioning.step.candidates)}
-        return ScheduleBySize(replace(sized, sizes=sizes), [place[c.name] for c in state.saved.candidates])
-
-    def _planned_choice(self, state: ForwardState) -> Choice | None:
-        """The plan's choice, in the order of the candidates."""
-        planned = self._planned
-        if planned is None or planned.schedule is None:
-            return None
-        return self._choice(state, planned.schedule)
-
-    def _choice(self, state: ForwardState, schedule: Schedule) -> Choice:
-        planned = self._planned
-        assert planned is not None and planned.partitioning.step is not None
-        offload = {c.name: go for c, go in zip(planned.partitioning.step.candidates, schedule.offload, strict=True)}
-        found = {c.name for c in state.saved.candidates}
-        if found != offload.keys():
-            raise PassError(
-                f"expected the candidates of the plan, found others: {sorted(found ^ offload.keys())[:5]}", "plan"
-            )
-        return Choice(tuple(offload[c.name] for c in state.saved.candidates), schedule.windows)
-
-    def _settling(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-        """``run``, a backward: after its first call the plan takes over from the first step's schedule.
-
-        Normally that is at once. Where outputs are not as the plan assumes, it waits until the calibration has counted
-        them or has ended.
-        """
-        assert self._forward is not None
-        graph, replan = self._forward.graph, self._replan
-        outputs, first, num_calls = graph.outputs, graph.planned, itertools.count(1)
-        waiting = [] if self._settled is None else [self._settled]
-        if self._plan_box is None and not outputs.zeros:
-            return run
-        if waiting and replan is not None and isinstance(replan.calibration, GraphRecalibration):
-            replan.calibration.first = first
-
-        def backward(args: list[Any]) -> Any:
-            outputs.backward_begins(args)
-            results = run(args)
-            outputs.backward_ended()
-            if waiting:
-                is_as_planned = not (outputs.are_held or outputs.have_gradients)
-                if is_as_planned or replan is None or replan.has_ended or next(num_calls) >= _MOST_AT_FIRST:
-                    settled = waiting.pop()
-                    if graph.planned is first:
-                        graph.planned = settled
-            return results
-
-        return boxed(backward)
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
@@ -698,77 +563,17 @@ class CompileSession:
         forward.graph.backward = state.outer
         log.info("backward: %d segments", len(state.segmentation.segments))
         self._alike["backward"] = {name: id(call.fn) for name, call in state.modules.items()}
-        self._plan_first(state)
+        if self._own is not None:
+            self._own.plan_first(forward.graph, forward.state, state, self._costs)
         self._describe_for_chain(state, kwargs)
         outputs, placeholders = forward.graph.outputs, gm.graph.find_nodes(op="placeholder")
         outputs.left_out = {i for i, n in enumerate(placeholders) if n.name in state.left_out}
         outputs.zeros = zeros_of(gm, state.left_out)
         self.leaves_gradients_undefined = bool(outputs.zeros)
         run = backward_callable(program, self._hooks, self._tracked, self._variants)
-        return counted(self._settling(run), forward.graph)
-
-    # -- before the first step ---------------------------------------------------------------------------------------
-
-    def _plan_first(self, backward: BackwardState) -> None:
-        """Schedule with the readings of the compiled segments, before the first step."""
-        calibration, self._calibration = self._calibration, None
-        if calibration is None:
-            return
-        assert self._forward is not None and self._plan_box is not None
-        ran = self._costs.run_segments(self._forward.state, backward, calibration.step)
-        if ran is None:
-            return
-        graph, box, limit = self._forward.graph, self._plan_box, self._limit_bytes
-        before, is_least = (graph.planned, self._settled), limit is not None and box.plan.predicted.peak_bytes > limit
-        try:
-            graph.planned, self._settled = self._settled or graph.planned, None
-            scheduler = calibration.plan_first(ran.readings, "segments" if ran.are_all else box.plan.basis, limit)
-            if before[1] is not None and limit is not None:
-                self._settled = graph.planned
-                tuned_later = 0 if ran.are_all else TUNING_BYTES
-                calibration.follow_first(schedule_of_first_step(scheduler, limit - tuned_later))
-                if graph.planned is not None:
-                    self._not_judged.append(graph.planned)
-            if is_least and ran.are_all and not self._objective.is_checkpointing:
-                self._refuse_what_was_measured(scheduler)
-            self._leave_what_is_not_worth_it()
-        except (BudgetError, NotWorthItError):
-            raise
-        except Exception as error:
-            graph.planned, self._settled = before
-            tell.warn(
-                f"fxoffload could not plan with measured segments and goes on with its plan as it is: {in_brief(error)}"
-            )
-
-    def _leave_what_is_not_worth_it(self) -> None:
-        """Raise where the plan, with the segments' times and peaks, saves next to nothing: it would cost time for that.
-
-        With estimates it did save something. T5's plan (2 + 2 layers), calibrated, saved 3 % for +4.6 % of time (H200,
-        2026-11-29).
-        """
-        describe, box = self._describe_plain, self._plan_box
-        assert box is not None
-        plan = box.plan
-        saved = 1 - plan.predicted.peak_bytes / plan.baseline.peak_bytes if plan.baseline.peak_bytes else 0.0
-        if describe is None or saved >= WORTH:
-            return
-        summary = f"{not_worth_it(self._objective, saved, plan.baseline.peak_bytes)}, by what was measured"
-        box.plan = replace(describe(summary), graph=box.index, basis=plan.basis, estimate_error=plan.estimate_error)
-        engine = engine_for(self.device)
-        if engine.arena.wait_until_grown() and engine.may_trim():
-            engine.trim_host_memory(self._pinned_before, math.inf)
-        counters.add("num_plain_graphs")
-        raise NotWorthItError(box)
-
-    def _refuse_what_was_measured(self, scheduler: Scheduler) -> None:
-        """The least that was found on paper was compiled, and its segments ran: raise where that exceeds the budget."""
-        budget, limit, box = self._objective.budget_bytes, self._limit_bytes, self._plan_box
-        assert budget is not None and limit is not None and box is not None
-        smallest = scheduler.smallest().simulation
-        if smallest.peak_bytes > limit:
-            basis = "Its segments ran on this device"
-            checkpointing = None if box.plan.checkpointing is None else box.plan.checkpointing.peak_bytes
-            raise too_small(budget, smallest, budget - limit, box.plan.baseline.peak_bytes, basis, checkpointing)
+        if self._own is not None or outputs.zeros:
+            run = watching_backward(run, outputs, None if self._own is None else self._own.settling(forward.graph))
+        return counted(run, forward.graph)
 
     # -- shared --------------------------------------------------------------------------------------------------------
 
@@ -783,14 +588,14 @@ class CompileSession:
             overwritten = take_donated_placeholders()
             run = retainable(run, overwritten if self.options.inner == "inductor" else ())
             run = run if self._watched_graph is None else tracked_plain_backward(run, self._watched_graph, calls)
-        elif self._plan_box is not None and self._objective.budget_bytes is not None and not kwargs.get("is_inference"):
-            predicted = self._plan_box.plan.predicted.peak_bytes
+        elif self._own is not None and self._objective.budget_bytes is not None and not kwargs.get("is_inference"):
+            predicted = self._own.plan.predicted.peak_bytes
             self._watched_graph = OwnPlan(predicted, self._objective.budget_bytes, IS_PLAIN)
             run = tracked_plain(run, self._watched_graph, calls, self._num_user_outputs)
-        if self._plan_box is not None:
+        if self._own is not None:
             # The plan lives as long as the code that follows it.
             with contextlib.suppress(AttributeError):
-                run._fxoffload_plan = self._plan_box  # type: ignore[attr-defined]
+                run._fxoffload_plan = self._own.box  # type: ignore[attr-defined]
         return run
 
     def _give_up(self, error: Exception) -> None:

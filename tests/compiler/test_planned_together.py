@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 import fxoffload
-from fxoffload.compiler import call_choice, session
+from fxoffload.compiler import call_choice, plan_of_graph
 from fxoffload.compiler.chain_graphs import other_forms
 from fxoffload.plan_report.plan import Plan
 from fxoffload.runtime.engine import engine_for
@@ -191,7 +191,7 @@ def test_a_graph_that_follows_the_plan_of_a_step_is_not_measured_alone(monkeypat
         followers.append(Follower())
         return followers[-1]
 
-    monkeypatch.setattr(session, "replan_for", follow)
+    monkeypatch.setattr(plan_of_graph, "replan_for", follow)
     monkeypatch.setattr(call_choice, "_FOR_GOOD", 6)
     module, x, before = Halves(breaks=False), batch(length=48), known()
     model = torch.compile(module, backend="fxoffload", options={**OPTIONS, "max_slowdown": 5.0})

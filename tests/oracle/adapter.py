@@ -16,7 +16,7 @@ import torch
 
 import fxoffload
 from fxoffload import BudgetError, Plan
-from fxoffload.compiler import chain_planning, measured_costs, plan_ahead, plan_chain, planning, session
+from fxoffload.compiler import chain_planning, measured_costs, plan_ahead, plan_chain, plan_of_graph, planning, session
 from fxoffload.compiler.measuring import Allowance
 from fxoffload.compiler.recalibrate_chain import ChainRecalibration
 from fxoffload.compiler.recalibrate_graph import GraphRecalibration
@@ -161,7 +161,7 @@ def measured(tick_ms: float) -> Iterator[None]:
         )
 
     with (
-        mock.patch.object(session, "replan_for", of_graph),
+        mock.patch.object(plan_of_graph, "replan_for", of_graph),
         mock.patch.object(plan_chain, "replan_for_chain", of_step),
     ):
         yield

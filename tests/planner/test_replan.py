@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import fxoffload
-from fxoffload.compiler import recalibrate_graph, session
+from fxoffload.compiler import plan_of_graph, recalibrate_graph
 from fxoffload.compiler.partitioning import Partitioning
 from fxoffload.compiler.planning import GraphPlanning, Planning
 from fxoffload.compiler.recalibrate_graph import GraphRecalibration
@@ -399,7 +399,7 @@ def following(watch: Callable[[GraphPlanning], object] = lambda planned: None) -
         followers.append(observer)
         return observer
 
-    with mock.patch.object(session, "replan_for", follow):
+    with mock.patch.object(plan_of_graph, "replan_for", follow):
         yield followers
 
 

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import fxoffload
-from fxoffload.compiler import schedule_by_size, session
+from fxoffload.compiler import plan_of_graph, schedule_by_size
 from fxoffload.compiler.batch_sizes import BatchSizes, GraphBytes
 from fxoffload.compiler.schedule_by_size import ScheduleBySize
 from fxoffload.compiler.size_variants import MAX_VARIANTS, VARIANTS, SizeVariants, largest_served
@@ -54,7 +54,7 @@ def made() -> Iterator[list[ScheduleBySize]]:
         found.append(ScheduleBySize(*args))
         return found[-1]
 
-    with mock.patch.object(session, "ScheduleBySize", make):
+    with mock.patch.object(plan_of_graph, "ScheduleBySize", make):
         yield found
 
 
