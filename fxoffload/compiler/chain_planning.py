@@ -24,7 +24,7 @@ import torch
 
 from fxoffload.compiler.batch_sizes import Sizes
 from fxoffload.compiler.chain_graphs import GraphDescription, descriptions_at
-from fxoffload.compiler.chain_search import CallDescription, ChainChoice, ChainObjective, ChainSearch
+from fxoffload.compiler.chain_search import ChainChoice, ChainObjective, ChainSearch
 from fxoffload.compiler.explain import (
     ExplainRow,
     floors_of,
@@ -215,14 +215,16 @@ class ChainPlanning:
         edge_memory: Sequence[EdgeMemory],
         written: Sequence[frozenset[str]],
     ) -> ChainSearch:
-        reserves = bool(self.sizes)
-        calls = [
-            CallDescription(
-                d.step, d.edges, d.variant_maker, w, d.step_of, reserves, d.may_save_more, d.checkpointed, d.plain
-            )
-            for d, w in zip(descriptions, written, strict=True)
-        ]
-        return ChainSearch(calls, edge_memory, self._scheduler, self.rates, self.host_bytes, self.order)
+        return ChainSearch(
+            descriptions,
+            edge_memory,
+            self._scheduler,
+            self.rates,
+            self.host_bytes,
+            self.order,
+            written=written,
+            reserves=bool(self.sizes),
+        )
 
     def _scheduler(self, step: TrainingStep) -> Scheduler:
         return Scheduler(
@@ -338,7 +340,7 @@ class ChainPlanning:
         compiled = self.compiled.schedule
         self.descriptions = descriptions
         self.forward_ms = [sum(s.ms for s in d.step.forward) for d in descriptions]
-        search = self.chain_search = self._chain_search(descriptions, old.edge_memory, [c.written for c in old.calls])
+        search = self.chain_search = self._chain_search(descriptions, old.edge_memory, old.written)
         search.extra_memory = self.extra_memory
         search.gap_ms = {**seen, **{name: min(ms, seen.get(name, ms)) for name, ms in gap_ms.items()}}
         self.compiled = search.as_compiled()

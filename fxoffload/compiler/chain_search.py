@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from fxoffload.compiler.chain_graphs import GraphDescription
 from fxoffload.compiler.variant_maker import PlannedVariant, Points, VariantMaker
 from fxoffload.planner import solve
 from fxoffload.planner.as_measured import measured_step
@@ -43,40 +44,6 @@ _MOST_VARIANTS = 6
 _MAX_ROUNDS = 4
 _ENOUGH = 0.005
 _CLOSE = 0.01
-
-
-@dataclass(frozen=True)
-class CallDescription:
-    """One call of a chain, as the graph was compiled.
-
-    Attributes:
-        step: of one forward and backward.
-        edges: in the names of ``step``.
-        variant_maker: makes variants; None: there are none.
-        written: inputs, by their names in ``edges``, that the program modifies before the backward: it may, since the
-            graph as compiled does not save them, so no variant may either.
-        step_of: of a variant, for the sizes of this call.
-        reserves: whether one of the variants that a graph may have is to be the one that saves least. Where sizes vary,
-            larger calls may come than are planned for now.
-        may_save_more: whether variants may save more than the graph as compiled, which obeys activation checkpointing.
-        checkpointed: one forward and backward under activation checkpointing, and its edges; None: ``step``, ``edges``.
-        plain: the same as plain Inductor has it; None: ``step``, ``edges``, or a variant.
-    """
-
-    step: TrainingStep
-    edges: Edges
-    variant_maker: VariantMaker | None
-    written: frozenset[str] = frozenset()
-    step_of: Callable[[PlannedVariant], TrainingStep] = lambda variant: variant.step
-    reserves: bool = False
-    may_save_more: bool = False
-    checkpointed: tuple[TrainingStep, Edges] | None = None
-    plain: tuple[TrainingStep, Edges] | None = None
-
-    @property
-    def is_checkpointed(self) -> bool:
-        """Whether a plan replaces activation checkpointing in it."""
-        return self.may_save_more or self.checkpointed is not None
 
 
 @dataclass(frozen=True)
@@ -138,27 +105,34 @@ class ChainSearch:
     """The choices for one chain.
 
     Args:
-        calls: in the order of their forwards.
+        calls: the graph of each, in the order of their forwards.
         edge_memory: memory observed at their edges, in the names of the graphs as compiled.
         scheduler: of a step.
         rates: of the machine.
         host_bytes: most bytes on the host.
         order: of the calls; None: the forwards, then the backwards in reverse.
+        written: per call, inputs by their names in ``edges`` that the program modifies before the backward: it may,
+            since the graph as compiled does not save them, so no variant may either. Empty: there are none.
+        reserves: whether one of the variants that a graph may have is to be the one that saves least. Where sizes vary,
+            larger calls may come than are planned for now.
 
     Attributes:
-        calls, edge_memory: those.
+        calls, edge_memory, written: those.
         extra_memory: time and memory outside the graphs, in every choice.
         gap_ms: time between the calls, by the empty segment that stands there; empty where it is not known.
     """
 
     def __init__(
         self,
-        calls: Sequence[CallDescription],
+        calls: Sequence[GraphDescription],
         edge_memory: Sequence[EdgeMemory],
         scheduler: Callable[[TrainingStep], Scheduler],
         rates: ProfileRates,
         host_bytes: int | None,
         order: CallOrder | None = None,
+        *,
+        written: Sequence[frozenset[str]] = (),
+        reserves: bool = False,
     ) -> None:
         self.calls = list(calls)
         self._order = order
@@ -166,6 +140,8 @@ class ChainSearch:
         self._scheduler = scheduler
         self._rates = rates
         self._host_bytes = host_bytes
+        self.written = written or [frozenset()] * len(self.calls)
+        self._reserves = reserves
         self.extra_memory: ExtraMemory = NO_EXTRA_MEMORY
         self.gap_ms: Mapping[str, float] = {}
         self._kinds = [id(c.variant_maker or c.step) for c in self.calls]
@@ -191,7 +167,7 @@ class ChainSearch:
         others = [self._plain_form(*pair) for pair in zip(self.calls, plain.variants, strict=True)]
         return self._scheduler(self._chain(others).step).as_inductor()
 
-    def _plain_form(self, call: CallDescription, variant: PlannedVariant | None) -> tuple[TrainingStep, Edges] | None:
+    def _plain_form(self, call: GraphDescription, variant: PlannedVariant | None) -> tuple[TrainingStep, Edges] | None:
         if call.plain is not None or variant is None:
             return call.plain
         return self._of_variant(call, variant), variant.edges
@@ -259,21 +235,21 @@ class ChainSearch:
         where that obeys activation checkpointing, those that save more too."""
         began = time.perf_counter()
         found: dict[int, list[PlannedVariant]] = {}
-        for kind, call in zip(self._kinds, self.calls, strict=True):
+        for kind, call, written in zip(self._kinds, self.calls, self.written, strict=True):
             if kind in found:
                 continue
-            found[kind] = [v for v in self._find_variants(call) if not _saves(v, call)]
+            found[kind] = [v for v in self._find_variants(call) if not _saves(v, call.edges, written)]
         log.info("partitioned %d variants in %.1f s", sum(map(len, found.values())), time.perf_counter() - began)
         return found
 
-    def _plain(self, kind: int, call: CallDescription) -> PlannedVariant | None:
+    def _plain(self, kind: int, call: GraphDescription) -> PlannedVariant | None:
         assert call.variant_maker is not None
         if call.variant_maker.room():
             return next(iter(self._variants_by_kind[kind]), None)
         points = call.variant_maker.points()  # it may not be among those that the graph has
         return call.variant_maker.variant(points[0]) if points else None
 
-    def _find_variants(self, call: CallDescription) -> list[PlannedVariant]:
+    def _find_variants(self, call: GraphDescription) -> list[PlannedVariant]:
         if call.variant_maker is None:
             return []
 
@@ -294,7 +270,6 @@ class ChainSearch:
         makers = {kind: c.variant_maker for kind, c in pairs if c.variant_maker is not None}
         there = {kind: set(maker.variants()) for kind, maker in makers.items()}
         room = {kind: maker.room() for kind, maker in makers.items()}
-        reserving = {kind for kind, call in zip(self._kinds, self.calls, strict=True) if call.reserves}
         if all(len(set(found) - there[kind]) <= room[kind] for kind, found in self._variants_by_kind.items() if found):
             return self._problem(every), every
         solution = _solve(self._problem(every), limit, max_ms)
@@ -306,7 +281,7 @@ class ChainSearch:
         picked: dict[int, list[PlannedVariant | None]] = {}
         for kind, variants in every.items():
             best = [a for a, _ in used[kind].most_common() if a]
-            if kind in reserving and room[kind] and len(variants) > 1:
+            if self._reserves and room.get(kind) and len(variants) > 1:
                 best = [len(variants) - 1, *(a for a in best if a != len(variants) - 1)]
             too_many = [a for a in best if variants[a] not in there[kind]][room.get(kind, 0) :]
             picked[kind] = [None, *(variants[a] for a in sorted(set(best).difference(too_many)))]
@@ -326,14 +301,14 @@ class ChainSearch:
     def _steps(self, variants: Sequence[PlannedVariant | None]) -> list[TrainingStep]:
         return [c.step if v is None else self._of_variant(c, v) for c, v in zip(self.calls, variants, strict=True)]
 
-    def _of_variant(self, call: CallDescription, variant: PlannedVariant) -> TrainingStep:
+    def _of_variant(self, call: GraphDescription, variant: PlannedVariant) -> TrainingStep:
         """The step of a variant of a call; calls that share a step share that of their variant."""
         key = (id(call.step), variant)
         if key not in self._of_variants:
             self._of_variants[key] = no_faster_forward(self._estimate(call, variant), call.step)
         return self._of_variants[key]
 
-    def _estimate(self, call: CallDescription, variant: PlannedVariant) -> TrainingStep:
+    def _estimate(self, call: GraphDescription, variant: PlannedVariant) -> TrainingStep:
         """The variant's step as its partitioning has it."""
         key = (id(call.step), variant)  # partitionings that are not chosen live no longer than this
         if key not in self._estimates_of:
@@ -412,11 +387,11 @@ def _partitioned(variant_maker: VariantMaker, points: Sequence[Points]) -> list[
     return [variant_maker.variant(points[i]) for i in wanted]
 
 
-def _saves(variant: PlannedVariant, call: CallDescription) -> bool:
-    """Whether it saves a value that the program modifies."""
+def _saves(variant: PlannedVariant, edges: Edges, written: frozenset[str]) -> bool:
+    """Whether it saves a value that the program modifies: one of ``written``, by its name in ``edges``."""
     inputs = {c.name for c in variant.step.candidates if c.is_input}
-    pairs = zip(call.edges.inputs, variant.edges.inputs, strict=True)
-    return any(mine in call.written and name in inputs for mine, name in pairs)
+    pairs = zip(edges.inputs, variant.edges.inputs, strict=True)
+    return any(mine in written and name in inputs for mine, name in pairs)
 
 
 def _saved_bytes(step: TrainingStep) -> int:

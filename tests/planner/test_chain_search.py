@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxoffload.compiler.chain_search import CallDescription, ChainChoice, ChainObjective, ChainSearch, no_faster_forward
+from fxoffload.compiler.chain_graphs import GraphDescription
+from fxoffload.compiler.chain_search import ChainChoice, ChainObjective, ChainSearch, no_faster_forward
 from fxoffload.machine.shelf import load_profile
 from fxoffload.planner import SegmentStep, StorageInfo, TrainingStep
 from fxoffload.planner.chain import concatenate
@@ -89,6 +90,7 @@ class _Recipe:
     live: list[_Draft] = field(default_factory=list)
     num_lost: int = 0
     asked: list[int] = field(default_factory=list)
+    is_checkpointed = False
 
     def points(self) -> Sequence[Mapping[str, Any]]:
         sizes = [10**9 - i for i in range(len(self.given))]
@@ -108,6 +110,10 @@ class _Recipe:
         return 2 - len(self.live) - self.num_lost
 
 
+def described(step: TrainingStep, variant_maker: _Recipe) -> GraphDescription:
+    return GraphDescription(None, step, rates(), None, edges(), variant_maker)  # type: ignore[arg-type]
+
+
 def drafts_of(variants: Sequence[TrainingStep]) -> list[_Draft]:
     names = [next(s.name for s in v.storages if s.is_input) for v in variants]
     return [_Draft(v, edges(x)) for v, x in zip(variants, names, strict=True)]
@@ -121,16 +127,18 @@ def ways(
     host_bytes: int | None = None,
     live: Sequence[TrainingStep] = (),
     num_lost: int = 0,
+    reserves: bool = False,
 ) -> ChainSearch:
     """A chain of ``count`` calls of one graph."""
     variant_maker = _Recipe(list(drafts_of(variants)), drafts_of(live), num_lost)
-    description = CallDescription(step, edges(), variant_maker)  # type: ignore[arg-type]
+    description = described(step, variant_maker)
     return ChainSearch(
         [description] * count,
         passed(count),
         lambda s: Scheduler(s, rates(), host_bytes=host_bytes),
         rates(),
         host_bytes,
+        reserves=reserves,
     )
 
 
@@ -283,8 +291,7 @@ def test_where_sizes_vary_one_place_is_for_the_variant_that_saves_least(num_live
     """Larger calls may come, which need it; what the solver uses most has the other place."""
     several = [layer((56 - 8 * i, 64), again_ms=0.05 * (i + 1)) for i in range(6)]
     live = [layer((63 - i, 64), again_ms=0.01) for i in range(num_live)]
-    found = ways(layer(), several, 10, live=live)
-    found.calls = [replace(call, reserves=True) for call in found.calls]
+    found = ways(layer(), several, 10, live=live, reserves=True)
     variant_maker: Any = found.calls[0].variant_maker
     (offered,) = found._variants_by_kind.values()
     used = [num_live + i for i in (3, 3, 3, 3, 2, 2, 2, 1, 1)]
@@ -321,7 +328,7 @@ def test_an_input_that_only_a_variant_saves() -> None:
         ),
     )
     variant_maker = _Recipe([_Draft(layer((), again_ms=0.5, x="view of x"), edges("view of x"))])
-    description = CallDescription(without, edges(), variant_maker)  # type: ignore[arg-type]
+    description = described(without, variant_maker)
     found = ChainSearch([description] * 6, passed(6), lambda s: Scheduler(s, rates()), rates(), None)
     assert all("x" not in names for names in found.as_compiled().chain.candidates)
     choice = found.search(ChainObjective(limit_bytes=300 * MB))[0]
