@@ -225,6 +225,8 @@ class CompileSession:
             if plans or not self.why_not_in_chain():
                 self._costs.measure_ops(gm)
             if plans:
+                if free is not gm and not num_checkpointed(free):  # plain Inductor's step is one without checkpointing
+                    self._builder.logs = logs_in_frame(checkpointing=False)
                 self._own = self._plan(free, split, gm)
             elif free is not gm and tell.is_new("checkpointing of one layer"):
                 log.info("activation checkpointing of a graph of one layer is obeyed until its step is planned")

@@ -9,6 +9,8 @@ instead, in every step, as often as in eager. The logger then decides which mess
 show values that later ops wrote into it, and breaks the graph as before.
 
 Plain Inductor breaks the graph at such a call. ``logs_in_frame`` tells it to those who compare with plain Inductor.
+Some messages are about activation checkpointing (Hugging Face: "... is incompatible with gradient checkpointing"): a
+step without it would not have them.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ _OF_THE_PLACE = frozenset({"exc_info", "stack_info"})
 
 _backends: list[tuple[Callable[..., Any], bool]] = []  # whose frames log after their graphs, and whether they do
 _logging: WeakSet[TracingContext] = WeakSet()  # of frames in which a call was deferred
+_logging_otherwise: WeakSet[TracingContext] = WeakSet()  # a call whose message is not about checkpointing
+_CHECKPOINTING = "gradient checkpointing"
 
 
 def log_after_graph(backend: Callable[..., Any], *, says: bool = True) -> None:
@@ -48,12 +52,14 @@ def log_after_graph(backend: Callable[..., Any], *, says: bool = True) -> None:
     _backends.append((backend, says))
 
 
-def logs_in_frame() -> bool:
+def logs_in_frame(*, checkpointing: bool = True) -> bool:
     """Whether the frame that is compiled now has a call that runs after its graph: plain Inductor breaks the graph.
+
+    ``checkpointing``: False leaves out messages about activation checkpointing.
 
     Needed by torch 2.11 to 2.14: ``TracingContext``.
     """
-    return TracingContext.try_get() in _logging
+    return TracingContext.try_get() in (_logging if checkpointing else _logging_otherwise)
 
 
 def _defer_calls() -> None:
@@ -98,6 +104,8 @@ def _call_later(tx: Any, make: Callable[..., Callable[[], Any]], args: Any, kwar
     except NotImplementedError:
         return False
     _logging.add(tx.output.tracing_context)
+    if not any(isinstance(value, str) and _CHECKPOINTING in value.lower() for value in constants):
+        _logging_otherwise.add(tx.output.tracing_context)
     if not says:
         return True
     call = make(*constants, **named)

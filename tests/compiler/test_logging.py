@@ -163,7 +163,7 @@ def test_a_backend_hears_that_plain_inductor_would_break_the_graph(monkeypatch: 
 class Returns(Tower):
     """Returns a loss, and logits that the loss was made of."""
 
-    def __init__(self, *, logs: bool, checkpoints: bool = False) -> None:
+    def __init__(self, *, logs: str, checkpoints: bool = False) -> None:
         super().__init__(3)
         self.logs, self.checkpoints = logs, checkpoints
 
@@ -173,7 +173,7 @@ class Returns(Tower):
             x = checkpoint(layer, x, use_reentrant=False) if self.checkpoints else layer(x)
         logits = self.head(x)
         if self.logs:
-            log.warning("from the model")
+            log.warning(self.logs)
         return logits.square().mean(), logits
 
     def planned(self, **asked: Any) -> Plan:
@@ -182,12 +182,14 @@ class Returns(Tower):
 
 @pytest.mark.slow
 def test_zeros_for_logits_count_where_plain_inductor_makes_them() -> None:
-    peaks = [Returns(logs=logs).planned(max_slowdown=5.0).baseline.peak_bytes for logs in (True, False)]
+    peaks = [Returns(logs=logs).planned(max_slowdown=5.0).baseline.peak_bytes for logs in ("a message", "")]
     assert peaks[0] < peaks[1]
 
 
 @pytest.mark.slow
 def test_in_place_of_checkpointing_a_plan_takes_no_room_for_zeros() -> None:
-    found = [Returns(logs=logs, checkpoints=True).planned() for logs in (True, False)]
-    assert found[0].baseline.peak_bytes < found[1].baseline.peak_bytes
-    assert found[0].activation_budget == found[1].activation_budget is not None
+    """Nor has plain Inductor's step, which is one without checkpointing, its messages."""
+    warning = "`use_cache=True` is incompatible with gradient checkpointing."
+    found = [Returns(logs=logs, checkpoints=True).planned() for logs in ("a message", warning, "")]
+    assert found[0].baseline.peak_bytes < found[1].baseline.peak_bytes == found[2].baseline.peak_bytes
+    assert found[0].activation_budget == found[1].activation_budget == found[2].activation_budget is not None
