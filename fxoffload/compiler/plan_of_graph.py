@@ -174,12 +174,11 @@ class PlanOfGraph:
             disabled: pieces that are switched off.
             runs_segments: whether ``plan_first`` is to have readings of segments.
         """
-        tracked = calls.tracked
+        tracked, engine, budgets = calls.tracked, self._engine, self._budgets
 
-        def pin(more: int) -> bool:
+        def pin(more: int) -> bool:  # without ``self``, which holds what holds it: the graph is to go with its code
             # Before the first step, reserved memory may not be pinned yet.
-            reserved = max(self._engine.arena.reserved_bytes, tracked.reserved_bytes)
-            is_there = self._engine.pin(reserved + more, self._budgets)
+            is_there = engine.pin(max(engine.arena.reserved_bytes, tracked.reserved_bytes) + more, budgets)
             tracked.reserved_bytes += more * is_there
             return is_there
 
