@@ -16,11 +16,10 @@ from typing import Any
 from fxoffload.compiler.batch_sizes import BatchSizes, Sizes
 from fxoffload.compiler.partitioning import PartitionSettings
 from fxoffload.compiler.planning import TUNING_BYTES, GraphPlanning
-from fxoffload.planner.link import ConstantRates
 from fxoffload.planner.objective import Objective
 from fxoffload.planner.schedule import Schedule, Scheduler
-from fxoffload.planner.simulate import simulate
 from fxoffload.planner.steps import TrainingStep
+from fxoffload.planner.windows import least_peak_bytes
 from fxoffload.sizes import format_bytes
 from fxoffload.step.choice import Choice
 from fxoffload.tell import warn
@@ -105,8 +104,8 @@ class SizedPlan:
 
 
 def _peak_bytes(step: TrainingStep) -> int:
-    """With everything kept. Bytes do not depend on rates."""
-    return simulate(step, (False,) * len(step.candidates), copies=ConstantRates(1.0, 1.0)).peak_bytes
+    """With everything kept."""
+    return least_peak_bytes(step, (False,) * len(step.candidates))
 
 
 class ScheduleBySize:

@@ -185,7 +185,7 @@ def _as_each_plans(calls: Sequence[FakeGraph], planning: ChainPlanning) -> Sched
     moves: dict[str, bool] = {}
     in_flight, ahead = [0] * (len(chain.step.forward) + 1), [0] * (len(chain.step.backward) + 1)
     for k, graph in enumerate(calls):
-        own, windows = _own_choice(graph, is_last=k == len(calls) - 1)
+        own, windows = _own_choice(graph)
         pairs = zip(planning.choice.candidates_of(k), chain.candidates[k], strict=True)
         moves.update({name: own[c] for c, name in pairs if name is not None})
         down, up = chain.forward[k] + 1, chain.backward[k]
@@ -195,7 +195,7 @@ def _as_each_plans(calls: Sequence[FakeGraph], planning: ChainPlanning) -> Sched
     return Schedule(offload, windows, simulate(chain.step, offload, copies=planning.rates, windows=windows))
 
 
-def _own_choice(graph: FakeGraph, *, is_last: bool) -> tuple[dict[str, bool], Windows]:
+def _own_choice(graph: FakeGraph) -> tuple[dict[str, bool], Windows]:
     """Candidate -> whether it is offloaded, and the windows."""
     planned, description = graph.planned, graph.description
     assert description is not None
@@ -206,11 +206,10 @@ def _own_choice(graph: FakeGraph, *, is_last: bool) -> tuple[dict[str, bool], Wi
     if planned is not None:
         return {c.name: False for c in step.candidates}, no_windows(step)
     flags = zip(description.graph.saved.candidates, description.graph.actions["auto"], strict=True)
-    stays = {c.name for c in step.candidates if c.of_turn and is_last}
-    # Such a graph's windows follow its segments: about its largest value is under way.
+    # Such a graph has no layers, and so no turn. Its windows follow its segments: about its largest value is under way.
     most = max((c.moved_bytes or 0 for c in step.candidates), default=0)
     windows = Windows((most,) * (len(step.forward) + 1), (most,) * (len(step.backward) + 1))
-    return {c.name: go and c.name not in stays for c, go in flags}, windows
+    return {c.name: go for c, go in flags}, windows
 
 
 def _own_decisions(calls: Sequence[FakeGraph], plan: Plan) -> Iterator[Decision]:

@@ -312,7 +312,6 @@ class _ChainBuilder:
             nbytes=nbytes,
             is_input=info.is_input and until is None,
             is_output=False,
-            of_turn=False,
             copied_after=copied_after,
             rank=self.ranks[k] + self.programs[k].candidates.rank[number],
             caller_until=caller_until,

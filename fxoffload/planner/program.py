@@ -24,7 +24,7 @@ class Candidates:
         labels: what a person calls them; the names where there is nothing better.
         moved_bytes: bytes that a copy moves.
         held_bytes: bytes of the step that the storage takes; 0 for the caller's memory.
-        is_input, of_turn, paces_forward, paces_backward: as in ``StorageInfo``.
+        is_input: as in ``StorageInfo``.
         is_callers: whether the caller holds it too, so that it is never taken back.
         rank: place in the order of reloads.
         last_read_forward: the last forward segment that reads it or through which the caller holds it, -1 for none.
@@ -38,9 +38,6 @@ class Candidates:
     held_bytes: list[int]
     is_input: list[bool]
     is_callers: list[bool]
-    of_turn: list[bool]
-    paces_forward: list[bool]
-    paces_backward: list[bool]
     rank: list[int]
     last_read_forward: list[int]
     last_read_backward: list[int]
@@ -59,7 +56,6 @@ class Program:
         offloads: per forward segment, and at [0] for the entry, its offload ops as candidates.
         releases: whether a release stands there, with the same positions.
         takes: per backward segment, and at [-1] for its end: (candidate, last segment that reads the result).
-        in_head: whether the prefetch before each backward segment stands in a heavy head; at [0] for that at the top.
         awaited: with the same positions as ``offloads``: the caller's candidates whose copies are waited for there.
         is_gap: per backward segment, whether it stands for the code between two calls of a chain.
         drops: per backward segment, whether the sources of all copies are dropped after it.
@@ -77,7 +73,6 @@ class Program:
     offloads: list[list[list[int]]]
     releases: list[bool]
     takes: list[list[tuple[int, int]]]
-    in_head: list[bool]
     awaited: list[list[int]]
     is_gap: list[bool]
     drops: list[bool]
@@ -110,8 +105,6 @@ class _Uses:
         self.last_write: dict[str, int] = {}
         self.first_read: dict[str, int] = {}
         self.last_read: dict[str, int] = {}
-        segments = list(segments)
-        layered = any(s.layer for s in segments)
         for i, segment in enumerate(segments):
             for name in segment.reads:
                 self.first_read.setdefault(name, i)
@@ -119,8 +112,6 @@ class _Uses:
             for name in segment.writes:
                 self.first_write.setdefault(name, i)
                 self.last_write[name] = i
-        self.written_by_layers = {n for s in segments if s.layer or not layered for n in s.writes}
-        self.read_by_layers = {n for s in segments if s.layer or not layered for n in s.reads}
 
 
 class _ProgramBuilder:
@@ -223,7 +214,6 @@ class _ProgramBuilder:
             offloads,
             releases,
             takes,
-            self._in_head(),
             awaited,
             is_gap,
             self._drops(takes, is_gap),
@@ -250,12 +240,6 @@ class _ProgramBuilder:
             return storage.copied_after
         return self.down.last_write.get(storage.name, -1)
 
-    def _in_head(self) -> list[bool]:
-        first_layer = 0
-        if self.step.heavy_head:
-            first_layer = next((i for i, s in enumerate(self.step.backward) if s.layer), 0)
-        return [first_layer > 0, *(i < first_layer for i in range(self.num_backward))]
-
     def _candidates(self) -> Candidates:
         first_take: dict[str, int] = {}
         dies: dict[str, int] = dict(self.up.last_read)
@@ -263,7 +247,6 @@ class _ProgramBuilder:
             first_take[take.storage] = min(first_take.get(take.storage, take.before), take.before)
             dies[take.storage] = max(dies.get(take.storage, -1), take.last_reader)
         rank = [first_take.get(c.name, self.num_backward) if c.rank is None else c.rank for c in self.all]
-        down, up = self.down.written_by_layers, self.up.read_by_layers
         copied = [i for ops in self._copy_order() for i in ops]
         return Candidates(
             names=tuple(c.name for c in self.all),
@@ -272,9 +255,6 @@ class _ProgramBuilder:
             held_bytes=[0 if c.is_input or c.name in self.unread else c.nbytes for c in self.all],
             is_input=[c.is_input for c in self.all],
             is_callers=[(c.is_input or c.caller_until is not None) and not c.watched for c in self.all],
-            of_turn=[c.of_turn for c in self.all],
-            paces_forward=[c.name in down if c.paces_forward is None else c.paces_forward for c in self.all],
-            paces_backward=[c.name in up if c.paces_backward is None else c.paces_backward for c in self.all],
             rank=rank,
             last_read_forward=[
                 max(self.down.last_read.get(c.name, -1), -1 if c.caller_until is None else c.caller_until)

@@ -56,7 +56,8 @@ def as_inductor(step: TrainingStep, rates: ProfileRates) -> Simulation:
     Where it breaks the graph, the loss is most often in another one. That gives the logits their gradient, or its
     backward, with zeros for them, has ended when those of the layers begin: ``TrainingStep.no_zeros``.
     """
-    return simulate(step.with_tangents(but=step.no_zeros), (False,) * len(step.candidates), copies=rates)
+    step = step.with_tangents(but=step.no_zeros)
+    return simulate(step, (False,) * len(step.candidates), copies=rates, windows=no_windows(step))
 
 
 class Scheduler:
@@ -100,7 +101,7 @@ class Scheduler:
 
     def keep_all(self) -> Simulation:
         """The step with everything on the device."""
-        return simulate(self.step, (False,) * len(self.names), copies=self.rates)
+        return simulate(self.step, (False,) * len(self.names), copies=self.rates, windows=no_windows(self.step))
 
     def as_inductor(self) -> Simulation:
         """The step as plain Inductor runs it."""

@@ -3,14 +3,11 @@
 The rules are the executor's (``fxoffload.runtime.outer_program``) and the copy engine's (``fxoffload.runtime.engine``):
 
 - A copy to the host starts when the segment that finishes its storage ends. That of a graph input starts at entry.
-- A release lets compute wait for the oldest copies until the in-flight window holds, and drops their sources. Before
-  the forward returns, compute waits for the copies of inputs.
-- With default windows, the values that the forward saves last stay (``of_turn``). Default windows: down, as much as the
-  layer that moved most so far has moved. Up, as much as the segment that needs most needs, and half as much more. A
-  plan's windows (``Windows``) differ from point to point and outweigh both.
+- A release lets compute wait for the oldest copies until the in-flight window of that point (``Windows``) holds, and
+  drops their sources. Before the forward returns, compute waits for the copies of inputs.
 - The backward takes back values that are still on the device. The caller's are not taken back, since the caller may
   have written to them. A value is readable once its copy down has ended.
-- Then reloads are asked for, in the order of need, before each segment, as many as the prefetch window holds. They
+- Then reloads are asked for, in the order of need, before each segment, as many as the window of that point holds. They
   start after all work that compute has been given so far. In a chain, the reloads at a call's top start after the work
   between that call and the call before it.
 - Where forwards begin after backwards (``TrainingStep.runs``), a run of backwards takes back and reloads its own values
@@ -20,8 +17,8 @@ The rules are the executor's (``fxoffload.runtime.outer_program``) and the copy 
 
 Bytes are those of the allocator, which follows the order of the calls and not that of the device. No rule asks how far
 a copy is. So a step's memory and its transfers depend on the decisions and the windows, never on the times. A GPU does
-the same as the rehearsal on a CPU. Two things are left out: a host budget that is used up, and groups that other
-forwards have left in the save order.
+the same as the rehearsal on a CPU. Three things are left out: a host budget that is used up, groups that other
+forwards have left in the save order, and calls without a plan's windows.
 """
 
 from __future__ import annotations
@@ -119,7 +116,6 @@ class Simulation:
         bytes_offloaded: copied to the host, including values that are taken back later.
         bytes_reloaded: copied back.
         bytes_reclaimed: taken back instead.
-        bytes_kept_for_backward: decided to move, but left on the device: the backward begins with them.
         num_prefetch_misses: reloads that had not been asked for when they were needed.
         boundaries: one per call of a segment, in order.
         outside_ms: time between the calls of compiled graphs.
@@ -135,7 +131,6 @@ class Simulation:
     bytes_offloaded: int
     bytes_reloaded: int
     bytes_reclaimed: int
-    bytes_kept_for_backward: int
     num_prefetch_misses: int
     boundaries: tuple[Boundary, ...]
     _recording: _Recording = field(repr=False, compare=False)
@@ -211,9 +206,7 @@ def simulate(
     decisions: Sequence[bool],
     *,
     copies: CopyRates,
-    in_flight_budget: int | None = None,
-    prefetch_budget: int | None = None,
-    windows: Windows | None = None,
+    windows: Windows,
 ) -> Simulation:
     """Run a step on paper.
 
@@ -221,23 +214,30 @@ def simulate(
         step: to simulate.
         decisions: one bool per ``step.candidates``, True to offload.
         copies: how long copies take.
-        in_flight_budget: the option of that name; None for the default window.
-        prefetch_budget: the option of that name; None for the default window.
-        windows: of a plan; outweigh the budgets.
+        windows: bytes that may be under way. Points behind the last release may be left out, as that of a turn is
+            (``fxoffload.planner.chain.with_turn``).
 
     Raises:
-        ValueError: the step contradicts itself, or the decisions are not as many as the candidates.
+        ValueError: the step contradicts itself, the decisions are not as many as the candidates, or the windows are
+            another step's.
     """
     program = program_of(step)
     if len(decisions) != len(program.candidates.names):
         raise ValueError(f"expected {len(program.candidates.names)} decisions, found {len(decisions)}")
-    run = _Run(program, copies, in_flight_budget, prefetch_budget, windows)
-    follows = in_flight_budget is None and prefetch_budget is None and windows is None
-    run.decide(decisions, keeps_turn=follows and not step.followed)
+    _check_windows(program, windows)
+    run = _Run(program, decisions, copies, windows)
     for forward, backward in program.runs:
         run.forward(step.forward, forward)
         run.backward(step.backward, backward)
     return run.result()
+
+
+def _check_windows(program: Program, windows: Windows) -> None:
+    least = max((at + 1 for at, releases in enumerate(program.releases) if releases), default=0)
+    most, ups = len(program.releases), len(program.takes)
+    down, up = len(windows.in_flight), len(windows.ahead)
+    if not least <= down <= most or up != ups:
+        raise ValueError(f"expected windows of {least} to {most} points down and {ups} up, found {down} and {up}")
 
 
 # Where an offloaded value is.
@@ -247,18 +247,9 @@ _AWAY, _RELOADED, _TAKEN_BACK, _TAKEN = range(4)
 class _Run:
     """State of one simulation; the names are those of ``CopyEngine`` and ``OuterCall``."""
 
-    def __init__(
-        self,
-        program: Program,
-        copies: CopyRates,
-        in_flight_budget: int | None,
-        prefetch_budget: int | None,
-        windows: Windows | None,
-    ) -> None:
+    def __init__(self, program: Program, decisions: Sequence[bool], copies: CopyRates, windows: Windows) -> None:
         self.program = program
         self.windows = windows
-        self.in_flight_budget = in_flight_budget
-        self.prefetch_budget = prefetch_budget
         self.link = Link(copies)
         self.now = 0.0
         self.saved = 0
@@ -266,13 +257,13 @@ class _Run:
         self.in_flight_bytes = 0
         self.ahead_bytes = 0
         self.reclaimed_bytes = 0
-        self.offloaded = self.reloaded = self.reclaimed = self.kept_for_backward = self.misses = 0
+        self.offloaded = self.reloaded = self.reclaimed = self.misses = 0
         self.forward_ms = self.backward_ms = self.outside_ms = 0.0
         self.boundaries: list[Boundary] = []
         self.peak = self.peak_without_gradients = 0
         self.peak_at: tuple[str, str] = ("", "")
         candidates = program.candidates
-        self.moves: list[bool] = []
+        self.moves = [bool(go and nbytes) for go, nbytes in zip(decisions, candidates.moved_bytes, strict=True)]
         self.copy_number = [-1] * len(candidates.names)
         self.reload_end = [0.0] * len(candidates.names)
         self.state = [_AWAY] * len(candidates.names)
@@ -282,19 +273,10 @@ class _Run:
         self.dies_forward = [0] * len(program.made)
         # Bytes of candidates that die in each backward segment; [-1]: those that do not.
         self.dies = [0] * len(program.takes)
-        self.recording = _Recording(candidates.names, candidates.labels, candidates.moved_bytes, self.link, [], [])
-
-    def decide(self, decisions: Sequence[bool], *, keeps_turn: bool) -> None:
-        """Which candidates really move."""
-        c = self.program.candidates
-        for offload, nbytes, held, of_turn in zip(decisions, c.moved_bytes, c.held_bytes, c.of_turn, strict=True):
-            stays = keeps_turn and of_turn
-            self.moves.append(bool(offload and nbytes and not stays))
-            if offload and nbytes and stays:
-                self.kept_for_backward += held or nbytes
-        for moves, at, held in zip(self.moves, c.last_read_backward, c.held_bytes, strict=True):
+        for moves, at, held in zip(self.moves, candidates.last_read_backward, candidates.held_bytes, strict=True):
             if not moves:
                 self.dies[at] += held
+        self.recording = _Recording(candidates.names, candidates.labels, candidates.moved_bytes, self.link, [], [])
 
     # -- shared --------------------------------------------------------------------------------------------------------
 
@@ -345,41 +327,33 @@ class _Run:
         """Run forward segments."""
         program = self.program
         self.is_backward, begin_ms = False, self.now
-        largest = before_layers = 0
         for at in range(run.start - (run.start == 0), run.stop):
             if at >= 0:
                 self._call("forward", segments[at], self.saved + program.made[at] - self.dies_forward[at])
                 self.num_run += 1
             for op in program.offloads[at + 1]:
-                total, paced = self._offload(op)
-                largest = max(largest, paced)
-                if not largest:
-                    before_layers += total
+                self._offload(op)
             if program.releases[at + 1]:
-                budget = self.in_flight_budget if self.windows is None else self.windows.in_flight[at + 1]
-                self._release((largest or before_layers) if budget is None else budget)
+                self._release(self.windows.in_flight[at + 1])
             last = next((i for i in reversed(program.awaited[at + 1]) if self.moves[i]), None)
             if last is not None:
                 self._wait(self.link.down_end(self.copy_number[last]))
         self.forward_ms += self.now - begin_ms
 
-    def _offload(self, op: list[int]) -> tuple[int, int]:
-        """Start copies to the host. Returns their bytes, and those that count for the window."""
-        c, moves, now = self.program.candidates, self.moves, self.now
-        total = paced = 0
+    def _offload(self, op: list[int]) -> None:
+        """Start copies to the host."""
+        moved_bytes, moves, now = self.program.candidates.moved_bytes, self.moves, self.now
+        total = 0
         for i in op:
             if moves[i]:
-                nbytes = c.moved_bytes[i]
+                nbytes = moved_bytes[i]
                 self.copy_number[i] = self.link.down(nbytes, now)
                 self.in_flight.append(i)
                 self.recording.downs.append(i)
                 self.recording.left_at[i] = len(self.boundaries) - 1
                 total += nbytes
-                if c.paces_forward[i]:
-                    paced += nbytes
         self.in_flight_bytes += total
         self.offloaded += total
-        return total, paced
 
     def _release(self, limit: int) -> None:
         c, in_flight = self.program.candidates, self.in_flight
@@ -405,21 +379,20 @@ class _Run:
         first, gaps = program.first_take, program.is_gap
         mine = {i for i, at in enumerate(first) if at >= run.start and (at < run.stop or is_last)}
         queue = deque(i for i in program.candidates.need_order if self.moves[i] and i in mine)
-        window = self._window(queue)
         begins_in_gap = bool(run) and gaps[run.start]
         if not begins_in_gap:
             self._reclaim(mine)
             if any(program.takes):
-                self._prefetch(queue, window, 0)
+                self._prefetch(queue, 0)
         for at in run:
             self._take(program.takes[at])
             if not gaps[at]:
-                self._prefetch(queue, window, at + 1)
+                self._prefetch(queue, at + 1)
             self._call("backward", segments[at], self.saved - self.dies[at])
             if gaps[at]:
                 if at == run.start:
                     self._reclaim(mine)
-                self._prefetch(queue, window, at + 1)
+                self._prefetch(queue, at + 1)
             if program.drops[at]:
                 self._release(0)
         if is_last:
@@ -441,28 +414,13 @@ class _Run:
             self.in_flight_bytes -= nbytes
         self.in_flight = kept
 
-    def _window(self, moved: deque[int]) -> int:
-        if self.prefetch_budget is not None:
-            return self.prefetch_budget
-        c = self.program.candidates
-        needs: dict[int, int] = {}
-        for i in moved:
-            if c.paces_backward[i]:
-                needs[c.rank[i]] = needs.get(c.rank[i], 0) + c.moved_bytes[i]
-        largest = max(needs.values(), default=0)
-        return largest * 3 // 2 if len(needs) > 1 else largest
-
-    def _prefetch(self, queue: deque[int], window: int, point: int) -> None:
-        if self.windows is not None:
-            window = self.windows.ahead[point] - self.reclaimed_bytes
-        elif self.prefetch_budget is None:
-            window += -self.reclaimed_bytes if self.program.in_head[point] else self.reclaimed_bytes
-        one = self.windows is None
+    def _prefetch(self, queue: deque[int], point: int) -> None:
+        window = self.windows.ahead[point] - self.reclaimed_bytes
         nbytes, state = self.program.candidates.moved_bytes, self.state
         while queue:
             i = queue[0]
             if state[i] == _AWAY:
-                if (self.ahead_bytes or not one) and self.ahead_bytes + nbytes[i] > window:
+                if self.ahead_bytes + nbytes[i] > window:
                     return
                 self._reload(i)
             queue.popleft()
@@ -517,7 +475,6 @@ class _Run:
             bytes_offloaded=self.offloaded,
             bytes_reloaded=self.reloaded,
             bytes_reclaimed=self.reclaimed,
-            bytes_kept_for_backward=self.kept_for_backward,
             num_prefetch_misses=self.misses,
             boundaries=tuple(self.boundaries),
             _recording=self.recording,

@@ -39,11 +39,8 @@ class StorageInfo:
         is_left_out: a tangent that does not come: segments are compiled without it, and it takes no memory.
         is_output: the caller of the forward sees it.
         is_gradient: the backward returns it.
-        of_turn: among the values that the forward saves last (``fxoffload.passes.find_turn``).
         copied_after: the forward segment after which its copy starts, -1 for the entry; None: the last that writes it.
         rank: place in the order of reloads; None: the backward segment that first reads it.
-        paces_forward: whether it counts for the default in-flight window; None: whether a layer writes it.
-        paces_backward: whether it counts for the default prefetch window; None: whether a layer reads it.
         caller_until: of a candidate that the caller holds too: the forward segment after which the caller may release
             it or write to it. Its copy is waited for there, it takes its bytes until then, and it is never taken back.
             None: for an input, the last segment; all others are held by the graph alone.
@@ -59,11 +56,8 @@ class StorageInfo:
     is_left_out: bool = False
     is_output: bool = False
     is_gradient: bool = False
-    of_turn: bool = False
     copied_after: int | None = None
     rank: int | None = None
-    paces_forward: bool | None = None
-    paces_backward: bool | None = None
     caller_until: int | None = None
     watched: bool = False
     label: str = ""
@@ -114,9 +108,6 @@ class TrainingStep:
     Attributes:
         storages: candidates are decided in this order.
         takes: None: before its first reader, one for each candidate that the backward reads.
-        heavy_head: whether the ops after the layers save much (see ``fxoffload.passes.find_turn.Turn``).
-        followed: whether another forward runs before the backward does. It is the one that the step turns behind, and
-            nothing of this one stays as ``of_turn``.
         holds_outputs: whether the caller holds the forward's outputs until the step ends, not only until the backward
             begins.
         releases: forward segments that a release follows, -1 for the entry; None: one release follows the last reader
@@ -131,8 +122,6 @@ class TrainingStep:
     forward: tuple[SegmentStep, ...]
     backward: tuple[SegmentStep, ...]
     takes: tuple[Take, ...] | None = None
-    heavy_head: bool = False
-    followed: bool = False
     holds_outputs: bool = True
     releases: tuple[int, ...] | None = None
     runs: tuple[tuple[int, int], ...] = ()
@@ -226,7 +215,6 @@ def from_graphs(
         forward=_steps(down.calls, forward_ms, forward_temp_bytes),
         backward=_steps(up.calls, backward_ms, backward_temp_bytes),
         takes=tuple(up.takes),
-        heavy_head=any(node.args == (True,) for node in backward.graph.nodes if is_op(node, ops.prefetch)),
     )
 
 
@@ -332,11 +320,8 @@ class _ForwardReader:
                     self._sizes.get(key, 0),
                     moved_bytes=_moved_bytes([v.meta["val"] for v in values], min_bytes),
                     is_input=mine.is_input,
-                    of_turn=mine.of_turn,
                     copied_after=segment,
                     rank=mine.rank,
-                    paces_forward=mine.paces_forward,
-                    paces_backward=mine.paces_backward,
                     label=candidate.label,
                 )
 

@@ -1,4 +1,4 @@
-"""What the copy engine does in steps whose plans are fixed, event by event."""
+"""What the copy engine does in steps whose plans are fixed, and in steps without one, event by event."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import fxoffload
+from tests.capture import Tower
 from tests.oracle import adapter
-from tests.oracle.models import SharedGates, TwoKinds
+from tests.oracle.models import HeavyHead, SharedGates, TwoKinds
 from tests.support import Stack, batch, rehearsal
 
 Act = Callable[[Any, adapter.Log], None]
@@ -99,6 +100,18 @@ SCRIPTS: dict[str, Script] = {
     "no room": Script("all offloaded, one byte in flight and ahead", _steps(1), options={"prefetch_budget": 1}),
     "windows of the segments": Script(
         "all offloaded, no budgets", _steps(2), lambda: Stack(3, dropout=0.1), dict(_FREE)
+    ),
+    "windows of the segments, a heavy head": Script(
+        "all offloaded, no budgets; the head saves more than a layer", _steps(1), HeavyHead, dict(_FREE)
+    ),
+    "windows of the segments, values before the layers": Script(
+        "all offloaded, no budgets; the embedding saves values too", _steps(1), lambda: Tower(3), dict(_FREE)
+    ),
+    "some room in flight": Script(
+        "all offloaded, 2 KiB in flight", _steps(1), HeavyHead, {"in_flight_budget": 2048, "prefetch_budget": None}
+    ),
+    "some room ahead": Script(
+        "all offloaded, 4 KiB ahead", _steps(1), HeavyHead, {"in_flight_budget": None, "prefetch_budget": 4096}
     ),
     "room for everything": Script(
         "all offloaded, 1 MiB in flight and ahead",

@@ -30,7 +30,7 @@ def step_of(generator: random.Random) -> TrainingStep:
         for k in range(generator.randint(0, 3)):
             name, nbytes = f"saved {i} {k}", generator.randint(5, 90) * _KB
             moved = generator.choice([nbytes, nbytes, nbytes // 2, 0])
-            storages.append(StorageInfo(name, nbytes, moved_bytes=moved, of_turn=i == count - 1 and k == 0))
+            storages.append(StorageInfo(name, nbytes, moved_bytes=moved))
             writes[i].append(name)
             if i + 1 < count and generator.random() < 0.3:
                 reads[generator.randint(i + 1, count - 1)].append(name)
@@ -46,7 +46,8 @@ def step_of(generator: random.Random) -> TrainingStep:
 
     forward = tuple(segment(i, generator.randint(1, 20) / 8, reads[i], writes[i]) for i in range(count))
     backward = tuple(segment(j, generator.randint(2, 40) / 8, back[j], [f"gradient {j}"]) for j in range(count))
-    return TrainingStep(tuple(storages), forward, backward, heavy_head=generator.random() < 0.3)
+    generator.random()  # without it, what is drawn next would be other numbers than in the golden file
+    return TrainingStep(tuple(storages), forward, backward)
 
 
 def run(name: str) -> dict[str, Any]:
@@ -57,21 +58,12 @@ def run(name: str) -> dict[str, Any]:
     share = generator.choice([0.5, 0.8, 1.0, 1.0])
     decisions = tuple(bool(c.moved_bytes) and generator.random() < share for c in step.candidates)
     up, down = generator.choice([0, 30, 80, 300]) * _KB, generator.choice([0, 30, 80, 300]) * _KB
-    windows = None
-    if number % 4:
-        windows = Windows(
-            tuple(generator.choice([0, up, 2 * up]) for _ in range(len(step.forward) + 1)),
-            tuple(generator.choice([0, down, 2 * down]) for _ in range(len(step.backward) + 1)),
-        )
-    rates = ConstantRates(generator.choice([0.02, 0.05, 0.1]), generator.choice([0.02, 0.05, 0.1]), 0.018, 0.016)
-    found = simulate(
-        step,
-        decisions,
-        copies=rates,
-        windows=windows,
-        in_flight_budget=up if number % 8 == 4 else None,
-        prefetch_budget=down if number % 8 == 4 else None,
+    windows = Windows(
+        tuple(generator.choice([0, up, 2 * up]) for _ in range(len(step.forward) + 1)),
+        tuple(generator.choice([0, down, 2 * down]) for _ in range(len(step.backward) + 1)),
     )
+    rates = ConstantRates(generator.choice([0.02, 0.05, 0.1]), generator.choice([0.02, 0.05, 0.1]), 0.018, 0.016)
+    found = simulate(step, decisions, copies=rates, windows=windows)
     points = [
         (
             b.phase,

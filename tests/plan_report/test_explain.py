@@ -22,6 +22,7 @@ from fxoffload.planner import ConstantRates, SegmentStep, Simulation, StorageInf
 from fxoffload.planner.measured import MeasuredSegment, MeasuredStep
 from fxoffload.planner.plan import Decision, FrontierPoint, Prediction
 from fxoffload.step.segment_names import place_of
+from tests.planner.chains import everywhere
 from tests.support import Stack, batch
 
 MIB = 1 << 20
@@ -39,7 +40,8 @@ def step() -> TrainingStep:
 
 
 def simulated(down: float = 40.0, up: float = 40.0) -> Simulation:
-    return simulate(step(), (True, True, True, False), copies=ConstantRates(down, up))
+    windows = everywhere(step(), 64 * MIB, 192 * MIB)
+    return simulate(step(), (True, True, True, False), copies=ConstantRates(down, up), windows=windows)
 
 
 def measured(still_ms: float = 5.0) -> MeasuredStep:

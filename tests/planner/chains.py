@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from fxoffload.planner import SegmentStep, StorageInfo, Take, TrainingStep
+from fxoffload.step.choice import Windows
 
 MB = 1 << 20
 _bytes = st.integers(1, 64).map(lambda n: n * MB)
@@ -35,7 +36,6 @@ def training_steps(draw: st.DrawFn, max_segments: int = 6) -> TrainingStep:
                 nbytes,
                 moved_bytes=draw(st.sampled_from([nbytes, nbytes, nbytes // 2, 0])),
                 is_input=is_input,
-                of_turn=made == count - 1 and draw(st.booleans()),
             )
         )
         if made >= 0:
@@ -83,7 +83,7 @@ def training_steps(draw: st.DrawFn, max_segments: int = 6) -> TrainingStep:
         )
         for j in range(count)
     )
-    return TrainingStep(tuple(storages), forward, backward, takes=tuple(takes), heavy_head=draw(st.booleans()))
+    return TrainingStep(tuple(storages), forward, backward, takes=tuple(takes))
 
 
 def _layer(k: int, count: int, layered: bool) -> str:
@@ -100,4 +100,19 @@ def decided_steps(draw: st.DrawFn, max_segments: int = 6) -> tuple[TrainingStep,
     )
 
 
-budgets = st.one_of(st.none(), st.sampled_from([0, 1, 10 * MB, 50 * MB, 1 << 40]))
+def everywhere(step: TrainingStep, in_flight: int, ahead: int) -> Windows:
+    """The same bytes at all points."""
+    return Windows((in_flight,) * (len(step.forward) + 1), (ahead,) * (len(step.backward) + 1))
+
+
+@st.composite
+def steps_under_windows(draw: st.DrawFn) -> tuple[TrainingStep, tuple[bool, ...], Windows]:
+    """A step, decisions for it, and windows: the same ones at all points, or others at each."""
+    step, decisions = draw(decided_steps())
+    nbytes = st.sampled_from([0, 1, 10 * MB, 50 * MB, 1 << 40])
+
+    def points(segments: int) -> tuple[int, ...]:
+        count = segments + 1
+        return draw(st.one_of(nbytes.map(lambda n: (n,) * count), st.tuples(*[nbytes] * count)))
+
+    return step, decisions, Windows(points(len(step.forward)), points(len(step.backward)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 from unittest import mock
 
@@ -19,7 +19,7 @@ from fxoffload.analysis.labels import STORAGE_KEY
 from fxoffload.compiler import build
 from fxoffload.planner import ConstantRates, Simulation, from_graphs, simulate
 from fxoffload.runtime import outer_program
-from fxoffload.runtime.engine import Budgets, CopyEngine, engine_for
+from fxoffload.runtime.engine import CopyEngine, engine_for
 from fxoffload.step.choice import Choice, Windows
 from fxoffload.step.offload_candidate import OffloadCandidate
 from tests.capture import rehearsal_options
@@ -30,7 +30,6 @@ _MOVED = (
     "bytes_offloaded",
     "bytes_reloaded",
     "bytes_reclaimed",
-    "bytes_kept_for_backward",
     "num_prefetch_misses",
 )
 Decisions: TypeAlias = dict[str, bool] | str  # by name, or a policy
@@ -134,7 +133,6 @@ class Rehearsal:
         model: in training mode.
         call: the compiled model -> the caller's result.
         loss: of that -> the loss; the result is kept alive while the backward runs.
-        default_windows: whether to run without budgets; whether the turn stays is decided when the model is compiled.
         options: other options of the rehearsal.
     """
 
@@ -143,21 +141,16 @@ class Rehearsal:
         model: nn.Module,
         call: Callable[[Any], Any],
         loss: Callable[[Any], Tensor],
-        *,
-        default_windows: bool,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self.watch = Watch()
         self.call, self.loss = call, loss
         self.model = model
-        self.default_windows = default_windows
         self.offload_candidates: list[OffloadCandidate] = []
-        self.programs: list[outer_program.OuterProgram] = []
         self.num_user_outputs = 0
         alive = set(fxoffload.graphs())
-        chosen = options if options is not None else {} if default_windows else {"in_flight_budget": 1}
         with self._building(), watching(self.watch):
-            self.compiled = torch.compile(model, backend="fxoffload", options=rehearsal_options(**chosen))
+            self.compiled = torch.compile(model, backend="fxoffload", options=rehearsal_options(**options or {}))
             for _ in range(2):  # transformers sets flags in the first call on which the second one is compiled again
                 model.zero_grad()
                 self.loss(self.call(self.compiled)).backward()
@@ -184,7 +177,6 @@ class Rehearsal:
         class Recording(build.OuterProgram):
             def __init__(self, outer: fx.GraphModule, **kwargs: Any) -> None:
                 super().__init__(outer, **kwargs)
-                rehearsal.programs.append(self)
                 if kwargs.get("offload_candidates"):
                     rehearsal.offload_candidates = kwargs["offload_candidates"]
 
@@ -198,29 +190,16 @@ class Rehearsal:
         with mock.patch.object(build, "OuterProgram", Recording), mock.patch.object(build, "run_passes", run_passes):
             yield
 
-    def run(
-        self,
-        decisions: Decisions,
-        in_flight_budget: int | None,
-        prefetch_budget: int | None,
-        windows: Windows | None = None,
-    ) -> tuple[list[Seen], fxoffload.Stats]:
-        """A step under decisions by name or under a policy. With ``windows`` they are those of a plan."""
-        assert windows is not None or self.default_windows is (in_flight_budget is None and prefetch_budget is None)
-        for program in self.programs:
-            program.options = replace(program.options, budgets=Budgets(None, in_flight_budget, prefetch_budget))
+    def run(self, decisions: Decisions, windows: Windows) -> tuple[list[Seen], fxoffload.Stats]:
+        """A step under decisions by name, or those of a policy, and the windows of a plan."""
+        self.graph.planned = Choice(self._flags(decisions), windows)
+        return self.run_policy("auto")
+
+    def run_policy(self, policy: str) -> tuple[list[Seen], fxoffload.Stats]:
+        """A step under a policy."""
         self.model.zero_grad()
         self.watch.clear()
         fxoffload.reset_stats()
-        self.graph.decisions.clear()
-        self.graph.planned = None
-        policy = decisions if isinstance(decisions, str) else "keep_all"
-        if windows is not None:
-            names = [c.name for c in self.graph.saved.candidates]
-            flags = self.graph.actions[decisions] if isinstance(decisions, str) else [decisions[n] for n in names]
-            self.graph.planned, policy = Choice(tuple(flags), windows), "auto"
-        elif not isinstance(decisions, str):
-            self.graph.decisions.update(decisions)
         with watching(self.watch), fxoffload.override_policy(policy):
             self.watch.phase = "forward"
             out = self.call(self.compiled)
@@ -229,22 +208,9 @@ class Rehearsal:
         del out
         return list(self.watch.seen), fxoffload.stats()
 
-    def simulate(
-        self,
-        decisions: Decisions,
-        in_flight_budget: int | None,
-        prefetch_budget: int | None,
-        windows: Windows | None = None,
-    ) -> tuple[list[Seen], Simulation]:
+    def simulate(self, decisions: Decisions, windows: Windows) -> tuple[list[Seen], Simulation]:
         """The same on paper. What autograd gives the backward is taken off: the watch does not see it."""
-        simulation = simulate(
-            self.step,
-            self.chosen(decisions),
-            copies=ConstantRates(55.0, 55.0),
-            in_flight_budget=in_flight_budget,
-            prefetch_budget=prefetch_budget,
-            windows=windows,
-        )
+        simulation = simulate(self.step, self.chosen(decisions), copies=ConstantRates(55.0, 55.0), windows=windows)
         tangents = sum(s.nbytes for s in self.step.storages if s.is_tangent and not s.is_left_out)
         seen = [
             Seen(
@@ -259,15 +225,9 @@ class Rehearsal:
         ]
         return seen, simulation
 
-    def agree(
-        self,
-        decisions: Decisions,
-        in_flight_budget: int | None,
-        prefetch_budget: int | None,
-        windows: Windows | None = None,
-    ) -> Simulation:
+    def agree(self, decisions: Decisions, windows: Windows) -> Simulation:
         """The step on paper, which has the bytes of the one that runs: at every segment, and of every kind of copy."""
-        asked = (decisions, in_flight_budget, prefetch_budget, windows)
+        asked = (decisions, windows)
         seen, stats = self.run(*asked)
         expected, simulation = self.simulate(*asked)
         different = [(a, b) for a, b in zip(expected, seen, strict=True) if a != b]
@@ -280,6 +240,10 @@ class Rehearsal:
     def chosen(self, decisions: Decisions) -> tuple[bool, ...]:
         """The same decisions for ``simulate``."""
         names = [c.name for c in self.graph.saved.candidates]
+        return self.step.decide(dict(zip(names, self._flags(decisions), strict=True)))
+
+    def _flags(self, decisions: Decisions) -> tuple[bool, ...]:
+        """For the graph's candidates, in its order."""
         if isinstance(decisions, str):
-            return self.step.decide(dict(zip(names, self.graph.actions[decisions], strict=True)))
-        return self.step.decide(decisions)
+            return tuple(self.graph.actions[decisions])
+        return tuple(decisions[c.name] for c in self.graph.saved.candidates)

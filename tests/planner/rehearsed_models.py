@@ -71,39 +71,27 @@ class HeavyHead(nn.Module):
         return self.down(self.up(x).sigmoid()).exp()
 
 
-Make = Callable[[bool], Rehearsal]
+Make = Callable[[], Rehearsal]
 
 
 def on_example(model: Callable[[], nn.Module]) -> Make:
-    def make(default_windows: bool) -> Rehearsal:
+    def make() -> Rehearsal:
         torch.manual_seed(0)
-        return Rehearsal(
-            model(),
-            lambda call: call(example_input()),
-            lambda out: out.square().sum(),
-            default_windows=default_windows,
-        )
+        return Rehearsal(model(), lambda call: call(example_input()), lambda out: out.square().sum())
 
     return make
 
 
-def on_batch(default_windows: bool) -> Rehearsal:
-    return Rehearsal(
-        Stack(4, dropout=0.1),
-        lambda call: call(batch()),
-        lambda out: out.square().sum(),
-        default_windows=default_windows,
-    )
+def on_batch() -> Rehearsal:
+    return Rehearsal(Stack(4, dropout=0.1), lambda call: call(batch()), lambda out: out.square().sum())
 
 
-def qwen3(default_windows: bool) -> Rehearsal:
+def qwen3() -> Rehearsal:
     pytest.importorskip("transformers")
     from tests.models.zoo import build
 
     built = build("qwen3")
-    return Rehearsal(
-        built.model, lambda call: call(**built.batch), lambda out: out.loss, default_windows=default_windows
-    )
+    return Rehearsal(built.model, lambda call: call(**built.batch), lambda out: out.loss)
 
 
 MODELS: dict[str, Make] = {

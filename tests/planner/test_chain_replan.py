@@ -734,13 +734,12 @@ def test_a_budget_is_that_of_the_graphs_and_what_runs_between_them() -> None:
 def test_the_turn_changes_no_byte_and_adds_its_time(made: tuple[TrainingStep, tuple[bool, ...]]) -> None:
     """It comes after all segments of the forward, also under windows that were made without it."""
     step, decisions = made
-    step = replace(step, followed=True) if hasattr(step, "followed") else step
     chain = concatenate([step, step]).step
     offload = tuple(decisions[i % len(decisions)] for i in range(len(chain.candidates))) if decisions else ()
     if not decisions:
         offload = (False,) * len(chain.candidates)
     rates = ConstantRates(20.0, 20.0)
-    whole = simulate(chain, (False,) * len(chain.candidates), copies=rates).peak_bytes
+    whole = simulate(chain, (False,) * len(chain.candidates), copies=rates, windows=no_windows(chain)).peak_bytes
     windows = windows_for(chain, offload, whole) or no_windows(chain)
     plain = simulate(chain, offload, copies=rates, windows=windows)
     for ms in (0.0, 3.0):

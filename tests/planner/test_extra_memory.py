@@ -45,6 +45,10 @@ def _turned(chain: Chain, decisions: Sequence[bool]) -> Simulation:
     return simulate(step, decisions, copies=RATES, windows=no_windows(step))
 
 
+def _kept(step: TrainingStep) -> Simulation:
+    return simulate(step, [False] * len(step.candidates), copies=RATES, windows=no_windows(step))
+
+
 def _step() -> TrainingStep:
     """Two segments, of which the first makes the saved value."""
     return TrainingStep(
@@ -172,7 +176,7 @@ def test_extra_memory_of_larger_calls() -> None:
 
 def test_what_is_measured_before_segments_and_the_peak_between_calls() -> None:
     chain = concatenate([_step(), _step()])
-    ran = simulate(chain.step, [False] * len(chain.step.candidates), copies=RATES)
+    ran = _kept(chain.step)
     live = {(b.phase, b.segment): b.live_bytes for b in ran.boundaries}
     samples = {}
     for i, phase in enumerate(PHASES):
@@ -182,9 +186,7 @@ def test_what_is_measured_before_segments_and_the_peak_between_calls() -> None:
         samples[phase] = [found]
     extra_memory = extra_memory_of_segments(chain, ran, Readings(samples))
     assert extra_memory == ExtraMemory(((100, 200), (1100, 1200)))
-    known = simulate(
-        chain.with_extra_memory(extra_memory).step, [False] * len(chain.step.candidates), copies=RATES, windows=None
-    ).peak_bytes
+    known = _kept(chain.with_extra_memory(extra_memory).step).peak_bytes
     samples["backward"][0].peak = known + 77
     raised = extra_memory_of_segments(chain, ran, Readings(samples))
     assert raised == ExtraMemory(((177, 277), (1177, 1277)))

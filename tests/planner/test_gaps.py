@@ -52,7 +52,8 @@ def _chain(calls: int = 3) -> Chain:
 
 
 def _keep(chain: Chain) -> Simulation:
-    return simulate(chain.step, [False] * len(chain.step.candidates), copies=RATES)
+    step = chain.step
+    return simulate(step, [False] * len(step.candidates), copies=RATES, windows=no_windows(step))
 
 
 def _live(simulation: Simulation, phase: str, segment: str) -> int:

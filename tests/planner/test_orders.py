@@ -230,7 +230,7 @@ def test_windows_stay_within_the_limit(found: tuple[list[TrainingStep], CallOrde
     # Nothing is left of what moved, and no reload waits while forwards run.
     at = program_of(step).forward_at
     assert all(ran.boundaries[i].ahead_bytes == 0 for i in at)
-    kept = simulate(step, [False] * len(decisions), copies=RATES)
+    kept = simulate(step, [False] * len(decisions), copies=RATES, windows=no_windows(step))
     assert ran.boundaries[-1].after_bytes == kept.boundaries[-1].after_bytes
 
 
@@ -268,7 +268,7 @@ def test_the_solver_counts_what_is_in_flight(text: str) -> None:
     """Of four microbatches, two wait at a time: a budget for all of them would be twice as much."""
     step = microbatches(text).step
     problem = problem_of(step, rates())
-    kept = simulate(step, [False] * len(step.candidates), copies=RATES)
+    kept = simulate(step, [False] * len(step.candidates), copies=RATES, windows=no_windows(step))
     assert Loads(problem, [0], ()).least_bytes() == kept.peak_bytes
     found = least_time(problem, kept.peak_bytes)
     assert found is not None and not found.offloaded

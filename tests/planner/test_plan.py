@@ -24,6 +24,7 @@ from fxoffload.planner import Boundary, ConstantRates, SegmentStep, Simulation, 
 from fxoffload.planner.measured import MeasuredSegment, MeasuredStep
 from fxoffload.planner.plan import BASES, NO_GRAPH, Decision, FrontierPoint, Prediction, why_not_measured
 from tests.marks import examples
+from tests.planner.chains import everywhere
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -44,8 +45,9 @@ def step() -> TrainingStep:
     )
 
 
-def simulation(decisions: tuple[bool, ...] = (True, True, True, False)) -> Simulation:
-    return simulate(step(), decisions, copies=ConstantRates(4, 5), in_flight_budget=None, prefetch_budget=None)
+def simulation(decisions: tuple[bool, ...] = (True, True, True, False), down: float = 4, up: float = 5) -> Simulation:
+    windows = everywhere(step(), 64 * MIB, 192 * MIB)
+    return simulate(step(), decisions, copies=ConstantRates(down, up), windows=windows)
 
 
 def prediction(peak_gib: float, step_ms: float, exposed_ms: float = 0.0, offloaded_gib: float = 0.0) -> Prediction:
@@ -535,8 +537,7 @@ def test_every_bar_of_the_trace_says_direction_and_layer_and_arrows_lead_from_of
 
 
 def test_a_wait_for_a_reload_is_told_with_the_layer_that_waits() -> None:
-    slow = simulate(step(), (True, True, True, False), copies=ConstantRates(40, 1))
-    names = [e["name"] for e in to_chrome_trace(slow)["traceEvents"] if e["ph"] == "X"]
+    names = [e["name"] for e in to_chrome_trace(simulation(down=40, up=1))["traceEvents"] if e["ph"] == "X"]
     assert [n for n in names if n.startswith("wait")] == [
         f"wait for H2D before backward layers.{k}" for k in (2, 1, 0) if f"H2D layers.{k}: saved_{k}" in names
     ]

@@ -125,6 +125,17 @@ def test_within_a_budget_graphs_are_planned_together() -> None:
     assert caught.value.smallest_bytes > 70_000
 
 
+def test_a_graph_without_layers_offloads_what_it_saves() -> None:
+    """As it would in training, where the other graph is left to Inductor."""
+    options = {**SMALL, "max_slowdown": None, "activation_budget": "1GiB"}
+    found = plan(Towers(Tower(1)), example_args=(example_input(),), **options)
+    assert "each graph keeps its own plan, 1 of 2 calls have none and offload what they save" in found.summary
+    actions: dict[bool, set[str]] = {False: set(), True: set()}
+    for decision in found.decisions:
+        actions[decision.layers == ("call 1",)].add(decision.action)
+    assert actions == {False: {"keep"}, True: {"offload"}}
+
+
 @pytest.mark.slow
 def test_graphs_that_fit_alone_but_not_together_are_told() -> None:
     with pytest.warns(UserWarning, match="each of its graphs fits into the budget alone"):

@@ -439,16 +439,15 @@ def test_every_byte_of_a_plan(recompute: str) -> None:
         tower(),
         lambda call: call(example_input()),
         lambda out: out.square().mean(),
-        default_windows=True,
-        options=options,
+        options,
     )
     planned = rehearsal.graph.planned
     plan = plan_of(rehearsal.graph)
     assert planned is not None and planned.windows is not None and plan.simulation is not None
     names = [c.name for c in rehearsal.graph.saved.candidates]
     decisions = dict(zip(names, planned.offload, strict=True))
-    seen, _ = rehearsal.run(decisions, None, None, planned.windows)
-    expected, _ = rehearsal.simulate(decisions, None, None, planned.windows)
+    seen, _ = rehearsal.run(decisions, planned.windows)
+    expected, _ = rehearsal.simulate(decisions, planned.windows)
     assert seen == expected
     # The rehearsal makes no tangents, and holds the outputs.
     storages = rehearsal.step.storages

@@ -17,10 +17,13 @@ from fxoffload.planner import (
     TrainingStep,
     simulate,
 )
+from fxoffload.planner.chain import with_turn
+from fxoffload.planner.windows import no_windows
+from fxoffload.step.choice import Windows
 from tests.marks import examples
-from tests.planner.chains import MB, budgets, decided_steps
+from tests.planner.chains import MB, everywhere, steps_under_windows
 
-Decided = tuple[TrainingStep, tuple[bool, ...]]
+Planned = tuple[TrainingStep, tuple[bool, ...], Windows]
 RATES = ConstantRates(4.0, 5.0, 3.0, 4.0)
 rates = st.builds(
     lambda down, up, both: ConstantRates(down, up, down * both, up * both),
@@ -30,9 +33,9 @@ rates = st.builds(
 )
 
 
-def run(decided: Decided, in_flight: int | None, prefetch: int | None, copies: ConstantRates = RATES) -> Simulation:
-    step, decisions = decided
-    return simulate(step, decisions, copies=copies, in_flight_budget=in_flight, prefetch_budget=prefetch)
+def run(planned: Planned, copies: ConstantRates = RATES) -> Simulation:
+    step, decisions, windows = planned
+    return simulate(step, decisions, copies=copies, windows=windows)
 
 
 def copied(simulation: Simulation, track: str) -> int:
@@ -42,17 +45,16 @@ def copied(simulation: Simulation, track: str) -> int:
 # -- bytes -------------------------------------------------------------------------------------------------------------
 
 
-@given(decided_steps(), budgets.filter(lambda b: b is not None), budgets)
-def test_in_flight_stays_within_the_window_and_what_was_offloaded_since_the_last_release(
-    decided: Decided, in_flight: int, prefetch: int | None
-) -> None:
-    step, decisions = decided
-    simulation = run(decided, in_flight, prefetch)
+@given(steps_under_windows())
+def test_in_flight_stays_within_the_window_and_what_was_offloaded_since_the_last_release(planned: Planned) -> None:
+    step, decisions, windows = planned
     releases, made = _releases(step), _offloaded_after(step, decisions)
-    since = 0 if 0 in releases else made[0]
-    for i, boundary in enumerate(b for b in simulation.boundaries if b.phase == "forward"):
-        assert boundary.in_flight_bytes <= in_flight + since
-        since = 0 if i + 1 in releases else since + made[i + 1]
+    most = 0
+    for i, boundary in enumerate(b for b in run(planned).boundaries if b.phase == "forward"):
+        most += made[i]
+        if i in releases:
+            most = min(most, windows.in_flight[i])
+        assert boundary.in_flight_bytes <= most
 
 
 def _releases(step: TrainingStep) -> set[int]:
@@ -75,55 +77,53 @@ def _offloaded_after(step: TrainingStep, decisions: tuple[bool, ...]) -> list[in
     return made
 
 
-@given(decided_steps(), budgets, budgets.filter(lambda b: b is not None))
-def test_ahead_stays_within_the_budget_or_is_one_storage(
-    decided: Decided, in_flight: int | None, prefetch: int
-) -> None:
-    largest = max((c.moved_bytes or 0 for c in decided[0].candidates), default=0)
-    assert all(b.ahead_bytes <= max(prefetch, largest) for b in run(decided, in_flight, prefetch).boundaries)
+@given(steps_under_windows())
+def test_no_reload_is_asked_for_beyond_the_window(planned: Planned) -> None:
+    """A narrower window asks for none, and takes back none that are ahead."""
+    ahead = planned[2].ahead
+    most = ahead[0]
+    for i, boundary in enumerate(b for b in run(planned).boundaries if b.phase == "backward"):
+        assert boundary.ahead_bytes <= max(most, ahead[i + 1])
+        most = boundary.ahead_bytes
 
 
-@given(decided_steps(), budgets, budgets)
-def test_bytes_are_conserved(decided: Decided, in_flight: int | None, prefetch: int | None) -> None:
-    step, decisions = decided
-    simulation = run(decided, in_flight, prefetch)
+@given(steps_under_windows())
+def test_bytes_are_conserved(planned: Planned) -> None:
+    step, decisions, _ = planned
+    simulation = run(planned)
     # After the last segment: the backward's results and the caller's tensors, not one byte of the candidates.
     stays = sum(s.nbytes for s in step.storages if s.is_gradient or s.is_output)
     assert simulation.boundaries[-1].after_bytes == stays
     assert simulation.boundaries[-1].ahead_bytes == 0
     # Every offloaded value came back or was taken back, once for each take after the first.
     once = sum(c.moved_bytes or 0 for c, offload in zip(step.candidates, decisions, strict=True) if offload)
-    turn = sum(c.moved_bytes or 0 for c, o in zip(step.candidates, decisions, strict=True) if o and c.of_turn)
-    default = in_flight is None and prefetch is None
-    assert simulation.bytes_offloaded == once - (turn if default else 0)
+    assert simulation.bytes_offloaded == once
     first = {}
     again = 0
     moved = dict(zip((c.name for c in step.candidates), decisions, strict=True))
-    size = {c.name: c.moved_bytes or 0 for c in step.candidates if not (default and c.of_turn)}
+    size = {c.name: c.moved_bytes or 0 for c in step.candidates}
     for take in step.takes or ():
         if take.storage in first and moved[take.storage]:
-            again += size.get(take.storage, 0)
+            again += size[take.storage]
         first[take.storage] = True
     assert simulation.bytes_reloaded + simulation.bytes_reclaimed == simulation.bytes_offloaded + again
     assert copied(simulation, "d2h") == simulation.bytes_offloaded
     assert copied(simulation, "h2d") == simulation.bytes_reloaded
 
 
-@given(decided_steps(), budgets, budgets, rates, rates)
-def test_bytes_do_not_depend_on_time(
-    decided: Decided, in_flight: int | None, prefetch: int | None, some: ConstantRates, others: ConstantRates
-) -> None:
+@given(steps_under_windows(), rates, rates)
+def test_bytes_do_not_depend_on_time(planned: Planned, some: ConstantRates, others: ConstantRates) -> None:
     def timeless(simulation: Simulation) -> list[object]:
         return [b._replace(begin_ms=0.0, end_ms=0.0) for b in simulation.boundaries]
 
-    first, second = run(decided, in_flight, prefetch, some), run(decided, in_flight, prefetch, others)
+    first, second = run(planned, some), run(planned, others)
     assert timeless(first) == timeless(second)
     assert (first.peak_bytes, first.bytes_reloaded) == (second.peak_bytes, second.bytes_reloaded)
 
 
-@given(decided_steps(), budgets, budgets)
-def test_the_peak_is_the_most_of_any_boundary(decided: Decided, in_flight: int | None, prefetch: int | None) -> None:
-    simulation = run(decided, in_flight, prefetch)
+@given(steps_under_windows())
+def test_the_peak_is_the_most_of_any_boundary(planned: Planned) -> None:
+    simulation = run(planned)
     assert simulation.peak_bytes == max(b.peak_bytes for b in simulation.boundaries)
     assert all(0 <= b.saved_bytes <= b.live_bytes <= b.peak_bytes for b in simulation.boundaries)
     assert all(b.after_bytes <= b.peak_bytes for b in simulation.boundaries)
@@ -135,12 +135,10 @@ def test_the_peak_is_the_most_of_any_boundary(decided: Decided, in_flight: int |
 # -- time --------------------------------------------------------------------------------------------------------------
 
 
-@given(decided_steps(), budgets, budgets, rates)
-def test_a_step_takes_no_less_than_compute_and_than_the_link_each_way(
-    decided: Decided, in_flight: int | None, prefetch: int | None, copies: ConstantRates
-) -> None:
-    step, _ = decided
-    simulation = run(decided, in_flight, prefetch, copies)
+@given(steps_under_windows(), rates)
+def test_a_step_takes_no_less_than_compute_and_than_the_link_each_way(planned: Planned, copies: ConstantRates) -> None:
+    step, *_ = planned
+    simulation = run(planned, copies)
     floor = max(
         step.compute_ms,
         copies.copy_ms(simulation.bytes_offloaded, "d2h", False),
@@ -150,22 +148,18 @@ def test_a_step_takes_no_less_than_compute_and_than_the_link_each_way(
     assert simulation.step_ms == pytest.approx(step.compute_ms + simulation.exposed_ms)
 
 
-@given(decided_steps(), budgets, budgets)
-def test_keeping_all_takes_the_time_of_the_segments(
-    decided: Decided, in_flight: int | None, prefetch: int | None
-) -> None:
-    step, decisions = decided
-    simulation = run((step, (False,) * len(decisions)), in_flight, prefetch)
+@given(steps_under_windows())
+def test_keeping_all_takes_the_time_of_the_segments(planned: Planned) -> None:
+    step, decisions, windows = planned
+    simulation = run((step, (False,) * len(decisions), windows))
     assert simulation.step_ms == pytest.approx(step.compute_ms)
     assert simulation.exposed_ms == simulation.bytes_offloaded == 0
 
 
-@given(decided_steps(), budgets, budgets, rates)
-def test_every_value_is_back_before_it_is_read(
-    decided: Decided, in_flight: int | None, prefetch: int | None, copies: ConstantRates
-) -> None:
-    step, _ = decided
-    simulation = run(decided, in_flight, prefetch, copies)
+@given(steps_under_windows(), rates)
+def test_every_value_is_back_before_it_is_read(planned: Planned, copies: ConstantRates) -> None:
+    step, *_ = planned
+    simulation = run(planned, copies)
     events = simulation.events
     down = {e.name: e for e in events if e.track == "d2h"}
     forward = {b.segment: b for b in simulation.boundaries if b.phase == "forward"}
@@ -195,10 +189,8 @@ def test_every_value_is_back_before_it_is_read(
 
 @pytest.mark.slow
 @settings(max_examples=examples(300))
-@given(decided_steps(), budgets, budgets, rates, st.sampled_from([0.9, 0.5, 0.1]), st.sampled_from(["d2h", "h2d"]))
-def test_a_slower_link_makes_no_step_faster(
-    decided: Decided, in_flight: int | None, prefetch: int | None, copies: ConstantRates, factor: float, which: str
-) -> None:
+@given(steps_under_windows(), rates, st.sampled_from([0.9, 0.5, 0.1]), st.sampled_from(["d2h", "h2d"]))
+def test_a_slower_link_makes_no_step_faster(planned: Planned, copies: ConstantRates, factor: float, which: str) -> None:
     """The set of copies does not depend on time. So each event is the latest of others plus a duration, which can only
     grow with them. While both directions are busy that is no proof, since they slow each other down. But hypothesis
     found no exception in 30,000 steps."""
@@ -213,7 +205,7 @@ def test_a_slower_link_makes_no_step_faster(
             )
         )
     )
-    before, after = (run(decided, in_flight, prefetch, c).step_ms for c in (copies, slower))
+    before, after = (run(planned, c).step_ms for c in (copies, slower))
     assert after >= before - 1e-6
 
 
@@ -238,8 +230,9 @@ def two_layers(**changes: object) -> TrainingStep:
 SLOW = ConstantRates(10 * MB / 1e6 / 4, 10 * MB / 1e6 / 5)  # 10 MB in 4 ms down, in 5 ms up
 
 
-def test_everything_moves_through_empty_windows() -> None:
-    simulation = run((two_layers(), (True, True)), 0, 0, SLOW)
+def test_a_value_is_reloaded_while_the_one_before_is_read() -> None:
+    step = two_layers()
+    simulation = run((step, (True, True), everywhere(step, 0, 10 * MB)), SLOW)
     # a: made at 1, down until 5, and read by l1, whose end at 2 is where its release stands; b: down [5, 9].
     # After its backward's entry b is asked for: up [9, 14]; a after l1's wait, during l1: up [14, 19].
     assert simulation.forward_ms == pytest.approx(9)
@@ -256,44 +249,72 @@ def test_everything_moves_through_empty_windows() -> None:
     assert simulation.boundaries[-1].after_bytes == 2 * MB
 
 
+def test_everything_moves_through_empty_windows() -> None:
+    step = two_layers()
+    simulation = run((step, (True, True), no_windows(step)), SLOW)
+    # As before, but a is asked for when l0 needs it, at 16: up [16, 21].
+    assert simulation.step_ms == pytest.approx(23)
+    assert simulation.num_prefetch_misses == 2
+    assert [b.ahead_bytes for b in simulation.boundaries] == [0, 0, 0, 0]
+    assert [b.live_bytes for b in simulation.boundaries] == [0, 10 * MB, 10 * MB, 11 * MB]
+
+
 def test_what_is_still_there_is_taken_back() -> None:
-    simulation = run((two_layers(), (True, True)), 1 << 40, 0, SLOW)
+    step = two_layers()
+    simulation = run((step, (True, True), everywhere(step, 1 << 40, 0)), SLOW)
     assert simulation.forward_ms == 2
     # b is readable when its copy down ends, at 9; a long before.
     assert simulation.step_ms == pytest.approx(9 + 4)
     assert (simulation.bytes_reclaimed, simulation.bytes_reloaded) == (20 * MB, 0)
 
 
-def test_the_default_windows_and_the_turn() -> None:
+def test_each_point_has_a_window_of_its_own() -> None:
     step = two_layers()
-    turn = replace(step, storages=(step.storages[0], replace(step.storages[1], of_turn=True), *step.storages[2:]))
-    simulation = run((turn, (True, True)), None, None, SLOW)
-    assert simulation.bytes_kept_for_backward == 10 * MB
-    assert simulation.bytes_offloaded == simulation.bytes_reclaimed == 10 * MB
-    assert simulation.forward_ms == 2
-    # A window that the user sets binds the turn too.
-    assert run((turn, (True, True)), None, 0, SLOW).bytes_kept_for_backward == 0
+    simulation = run((step, (True, True), Windows((0, 0, 10 * MB), (0, 0, 10 * MB))), SLOW)
+    # At 2 behind l1 the copy of a is waited for, until 5; b is under way, and taken back when its copy ends at 9.
+    assert simulation.forward_ms == pytest.approx(5)
+    assert (simulation.bytes_reclaimed, simulation.bytes_reloaded) == (10 * MB, 10 * MB)
+    # a is asked for when b has been read, before l0, and not before l1: up [11, 16].
+    assert [(e.begin_ms, e.end_ms) for e in simulation.events if e.track == "h2d"] == [pytest.approx((11, 16))]
+    assert simulation.num_prefetch_misses == 1
+    assert [b.ahead_bytes for b in simulation.boundaries] == [0, 0, 0, 0]
 
 
 def test_working_memory_counts_inside_a_segment() -> None:
     step = two_layers()
     heavy = replace(step, backward=(replace(step.backward[0], temp_bytes=30 * MB), step.backward[1]))
-    simulation = run((heavy, (False, False)), None, None)
+    simulation = run((heavy, (False, False), no_windows(heavy)))
     assert (simulation.peak_bytes, simulation.peak_segment, simulation.peak_phase) == (50 * MB, "l1", "backward")
     assert simulation.peak_without_gradients_bytes == 50 * MB
 
 
 def test_steps_that_contradict_themselves_are_refused() -> None:
     step = two_layers()
-    with pytest.raises(ValueError, match="expected 2 decisions, found 1"):
-        run((step, (True,)), None, None)
-    with pytest.raises(ValueError, match="written before, found b in forward segment l0"):
-        run((replace(step, forward=(replace(step.forward[0], reads=("b",)), step.forward[1])), (True,) * 2), None, None)
-    with pytest.raises(ValueError, match="that the step lists, found c"):
-        run((replace(step, forward=(replace(step.forward[0], writes=("c",)),)), (True,) * 2), None, None)
+    early = replace(step, forward=(replace(step.forward[0], reads=("b",)), step.forward[1]))
+    unknown = replace(step, forward=(replace(step.forward[0], writes=("c",)),))
+    for wrong, decisions, match in (
+        (step, (True,), "expected 2 decisions, found 1"),
+        (early, (True, True), "written before, found b in forward segment l0"),
+        (unknown, (True, True), "that the step lists, found c"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            run((wrong, decisions, no_windows(wrong)))
     with pytest.raises(ValueError, match="names of candidates, found x"):
         step.decide({"x": True})
     assert step.decide({"b": True}) == (False, True)
+
+
+def test_windows_of_another_step_are_refused() -> None:
+    step = two_layers()
+    for wrong, found in (
+        (Windows((0, 0), (0, 0, 0)), "2 and 3"),
+        (Windows((0, 0, 0, 0), (0, 0, 0)), "4 and 3"),
+        (Windows((0, 0, 0), (0, 0)), "3 and 2"),
+        (Windows((0, 0, 0), (0, 0, 0, 0)), "3 and 4"),
+    ):
+        with pytest.raises(ValueError, match=f"expected windows of 3 to 3 points down and 3 up, found {found}"):
+            run((step, (True, True), wrong))
+    run((with_turn(step), (True, True), no_windows(step)))
 
 
 # -- speed -------------------------------------------------------------------------------------------------------------
@@ -323,7 +344,7 @@ def calls(step: TrainingStep) -> int:
     before = sys.getprofile()
     sys.setprofile(profiler)
     try:
-        run((step, (True,) * len(step.storages)), None, None, ConstantRates(55, 55, 50, 50))
+        run((step, (True,) * len(step.storages), everywhere(step, 30 * MB, 30 * MB)), ConstantRates(55, 55, 50, 50))
     finally:
         sys.setprofile(before)
     return count

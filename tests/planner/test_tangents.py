@@ -14,6 +14,7 @@ from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.schedule import Scheduler
 from fxoffload.planner.simulate import simulate
 from fxoffload.planner.steps import SegmentStep, StorageInfo, TrainingStep
+from fxoffload.planner.windows import no_windows
 from fxoffload.runtime.tracker.outputs import Outputs
 from fxoffload.step.edges import EdgeMemory, Moment
 from tests.oracle.models import machine
@@ -37,7 +38,7 @@ STEP = TrainingStep(
 
 def peaks(step: TrainingStep) -> list[int]:
     """Of the two backward segments, in MiB."""
-    found = simulate(step, (False,) * len(step.candidates), copies=machine())
+    found = simulate(step, (False,) * len(step.candidates), copies=machine(), windows=no_windows(step))
     return [b.peak_bytes // MIB for b in found.boundaries if b.phase == "backward" and b.segment in ("head", "layer")]
 
 

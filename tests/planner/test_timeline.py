@@ -6,15 +6,14 @@ from hypothesis import given
 
 from fxoffload.plan_report.timeline import to_chrome_trace
 from fxoffload.planner import ConstantRates, TrainingStep, simulate
-from tests.planner.chains import decided_steps
+from fxoffload.step.choice import Windows
+from tests.planner.chains import steps_under_windows
 
 
-@given(decided_steps())
-def test_a_trace_shows_every_segment_and_copy(decided: tuple[TrainingStep, tuple[bool, ...]]) -> None:
-    step, decisions = decided
-    simulation = simulate(
-        step, decisions, copies=ConstantRates(4, 5, 3, 4), in_flight_budget=None, prefetch_budget=None
-    )
+@given(steps_under_windows())
+def test_a_trace_shows_every_segment_and_copy(planned: tuple[TrainingStep, tuple[bool, ...], Windows]) -> None:
+    step, decisions, windows = planned
+    simulation = simulate(step, decisions, copies=ConstantRates(4, 5, 3, 4), windows=windows)
     trace = json.loads(json.dumps(to_chrome_trace(simulation)))
     events = trace["traceEvents"]
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -13,8 +15,8 @@ from fxoffload.planner import ConstantRates, SegmentStep, StorageInfo, Take, Tra
 from fxoffload.planner.windows import least_peak_bytes, no_windows, windows_for
 from fxoffload.step.choice import Windows
 from tests.marks import examples
-from tests.planner.chains import MB, decided_steps
-from tests.planner.rehearsal import Decisions, Rehearsal
+from tests.planner.chains import MB, decided_steps, everywhere
+from tests.planner.rehearsal import Rehearsal
 from tests.planner.rehearsed_models import MODELS, vectors
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -91,8 +93,7 @@ def test_with_all_the_room_nobody_waits_for_it(decided: tuple[TrainingStep, tupl
 
 
 def unbounded(step: TrainingStep) -> Windows:
-    bare = no_windows(step)
-    return Windows((WIDE,) * len(bare.in_flight), (WIDE,) * len(bare.ahead))
+    return everywhere(step, WIDE, WIDE)
 
 
 def whole(step: TrainingStep) -> TrainingStep:
@@ -144,9 +145,9 @@ def test_a_chain() -> None:
 @pytest.mark.slow_except("shared gates")
 @pytest.mark.parametrize("name", ["tower", "stack", "shared gates", "skips", "heavy head", "qwen3"])
 def test_every_byte_under_windows(name: str) -> None:
-    rehearsal = MODELS[name](False)
+    rehearsal = MODELS[name]()
     moved = taken_back = 0
-    kept = gradients(rehearsal, "keep_all", None)
+    kept = gradients(rehearsal, lambda: rehearsal.run_policy("keep_all"))
     for decisions in ["offload_all", *vectors(rehearsal, 1)[3:]]:
         chosen = rehearsal.chosen(decisions)
         least = least_peak_bytes(rehearsal.step, chosen)
@@ -154,19 +155,19 @@ def test_every_byte_under_windows(name: str) -> None:
         for limit in (least, (least + widest) // 2, widest):
             windows = windows_for(rehearsal.step, chosen, limit)
             assert windows is not None
-            found = gradients(rehearsal, decisions, windows)
+            found = gradients(rehearsal, functools.partial(rehearsal.run, decisions, windows))
             assert found.keys() == kept.keys()
             assert all(torch.equal(found[n], kept[n]) for n in kept)
-            simulation = rehearsal.agree(decisions, None, None, windows)
+            simulation = rehearsal.agree(decisions, windows)
             assert simulation.peak_bytes <= limit
             moved += simulation.bytes_offloaded
             taken_back += simulation.bytes_reclaimed
     assert moved > taken_back > 0
 
 
-def gradients(rehearsal: Rehearsal, decisions: Decisions, windows: Windows | None) -> dict[str, torch.Tensor]:
+def gradients(rehearsal: Rehearsal, step: Callable[[], object]) -> dict[str, torch.Tensor]:
     torch.manual_seed(3)
-    rehearsal.run(decisions, 1, None, windows)
+    step()
     found = {n: p.grad.clone() for n, p in rehearsal.model.named_parameters() if p.grad is not None}
     assert found
     return found

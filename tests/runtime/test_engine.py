@@ -484,6 +484,12 @@ def test_what_was_taken_back_counts_for_the_window(share: int, expected: int) ->
     assert bench.engine._reclaimed_bytes == bench.ahead() == 0
 
 
+def test_the_window_without_a_budget_is_what_a_segment_needs_and_half_as_much_more() -> None:
+    bench = Bench()
+    found = [bench.save(*values).prefetch_window_bytes() for values in ((), (1,), (1, 2), (1, 2, 3))]
+    assert found == [0, NBYTES, NBYTES * 3 // 2, NBYTES * 3 // 2]
+
+
 def test_what_was_taken_back_and_never_read_leaves_no_trace_in_the_budget() -> None:
     bench = Bench()
     group = bench.save(1, 2)
