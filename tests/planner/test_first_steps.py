@@ -284,12 +284,17 @@ def test_a_plan_that_everything_is_kept_under_says_so_still() -> None:
     assert found.summary == "everything is kept"
 
 
-@pytest.mark.parametrize(("is_measured", "expected"), [(True, 5.0), (False, 10.0)])
-def test_measured_times_of_a_graph_as_compiled_stand(is_measured: bool, expected: float) -> None:
-    """Where it runs a variant now, that takes twice as long as was thought."""
+@pytest.mark.parametrize(
+    ("is_measured", "backward", "expected"), [(True, 1.0, 5.0), (True, 1.5, 7.5), (True, 3.0, 10.0), (False, 1.0, 10.0)]
+)
+def test_measured_times_of_a_graph_as_compiled_stand(is_measured: bool, backward: float, expected: float) -> None:
+    """Where it runs a variant now, whose forward takes twice as long as was thought. So may its backward."""
     compiled = concatenate([layer(ms=5.0)] * 2, passed(2))
     ran = concatenate([layer(ms=7.0)] * 2, passed(2))
-    ms = {"forward": {s.name: 2 * s.ms for s in ran.step.forward}, "backward": {}}
+    ms = {
+        "forward": {s.name: 2 * s.ms for s in ran.step.forward},
+        "backward": {s.name: backward * s.ms for s in ran.step.backward},
+    }
     found: Any = as_compiled(compiled, ran, [True] * 2, ["layer"] * 2, ms, is_measured=is_measured)  # type: ignore[arg-type]
     assert measured_step(compiled.step, found).forward[1].ms == pytest.approx(expected)
 
