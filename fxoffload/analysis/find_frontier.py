@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.fx as fx
 
-from fxoffload.analysis.estimate_costs import Rates, estimate_segment, recompute_ms
+from fxoffload.analysis.estimate_costs import Rates, estimate_segment
 from fxoffload.analysis.layer_classes import Joint, Layer, layout_bytes
 from fxoffload.analysis.min_cut import SINK, SOURCE, Network
 from fxoffload.analysis.op_costs import fused_form, node_kind, tensors_of
@@ -248,7 +248,7 @@ class _Problem:
     def _op_ms(self, op: fx.Node) -> float:
         """Time to recompute ``op``. A fused op costs only the bytes that it writes or reduces."""
         if not _is_fused(op):
-            return recompute_ms([op], self._rates)
+            return estimate_segment([op], self._rates)
         written = self._rates.memory_ms(layout_bytes(op))
         if fused_form(op) == "reduction":
             return written + self._rates.memory_ms(sum(layout_bytes(i) for i in self._joint.inputs(op)))
@@ -337,7 +337,7 @@ class _Problem:
             copies[node] = graph.node_copy(node, place)
         ops = [copies[n] for n in nodes]
         graph.output(tuple(map(place, returned)))
-        return estimate_segment(ops, self._rates).ms
+        return estimate_segment(ops, self._rates)
 
     def _sorted(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
         return sorted(nodes, key=self._joint.order.__getitem__)

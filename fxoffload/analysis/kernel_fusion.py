@@ -82,15 +82,12 @@ class Traffic:
         read_bytes: of values that it reads and does not make itself.
         written_bytes: of its results.
         overwritten_bytes: of values that existed before and that it modifies; of a fused one, part of its results.
-        is_launched: whether it is a kernel at all: one that writes nothing, since others compute its values themselves,
-            is part of theirs.
     """
 
     node: fx.Node | None
     read_bytes: int
     written_bytes: int
     overwritten_bytes: int = 0
-    is_launched: bool = True
 
 
 # Written value -> its reads (of itself, or of views of it) -> bytes.
@@ -152,17 +149,12 @@ class _Kernel:
 class Fusion:
     """The kernels of ``nodes`` (in graph order), compiled as one piece. See ``[Note: What a fused kernel moves]``.
 
-    Args:
-        inline: whether fused ops outside compute the pointwise results that they read themselves.
-
-    Attributes:
-        assumptions: what had to be assumed -> how often.
+    A value counts no bytes where a size of it has no hint.
     """
 
-    def __init__(self, nodes: Sequence[fx.Node], *, inline: bool = False) -> None:
+    def __init__(self, nodes: Sequence[fx.Node]) -> None:
         self._inside = set(nodes)
         self._sizes: dict[fx.Node, int] = {}
-        self.assumptions: dict[str, int] = defaultdict(int)
         self._alone: dict[fx.Node, _Reads] = {}  # Kernel of its own -> its reads.
         self._all: list[_Kernel] = []  # By place, before any two become one.
         self._kernel_of: dict[fx.Node, _Kernel] = {}  # Written value -> the fused kernel that makes it.
@@ -171,9 +163,8 @@ class Fusion:
         self._in_registers: dict[fx.Node, _Reads] = {}  # Unwritten value -> reads that computing it takes.
         self._loads: dict[fx.Node, set[_Load]] = {}  # Unwritten value -> the same, one entry for each time it is read.
 
-        self._wanted, self._inlined = self._read_outside(nodes, inline=inline)
-        self._wanted_outside = frozenset(self._wanted)
-        self._wanted |= {base_of(i) for n in nodes if _is_barrier(n) for i in _inputs(n)}
+        self._wanted_outside = self._read_outside(nodes)
+        self._wanted = self._wanted_outside | {base_of(i) for n in nodes if _is_barrier(n) for i in _inputs(n)}
         for node in nodes:
             if _is_barrier(node):
                 self._run_alone(node)
@@ -199,9 +190,8 @@ class Fusion:
             overwritten = sum(self._bytes(v) for v in mutated_args(node))
             yield Traffic(node, self._read_bytes(reads), self._bytes(node), overwritten)
         for kernel, results in self._fused():
-            is_launched = bool(results) or not self._inlined.intersection(kernel.members)
             read_bytes = self._read_bytes(self._read_from_memory(kernel))
-            yield Traffic(None, read_bytes, sum(self._bytes(m) for m in results), is_launched=is_launched)
+            yield Traffic(None, read_bytes, sum(self._bytes(m) for m in results))
 
     def _fused(self) -> list[tuple[_Kernel, list[fx.Node]]]:
         """The fused kernels, and which of their members they write."""
@@ -216,23 +206,16 @@ class Fusion:
 
     # -- which values are written --------------------------------------------------------------------------------------
 
-    def _read_outside(self, nodes: Sequence[fx.Node], *, inline: bool) -> tuple[set[fx.Node], set[fx.Node]]:
-        """Values that something outside reads from memory, and values that fused ops outside compute themselves."""
-        written, inlined = set(), set()
-        for node in nodes:
-            readers = [r for u in node.users if u not in self._inside for r in _real_readers(u)]
-            if any(r.op == "output" or not inline or node_kind(r) != "fused" for r in readers):
-                written.add(base_of(node))
-            elif readers:
-                inlined.add(base_of(node))
-        return written, inlined - written
+    def _read_outside(self, nodes: Sequence[fx.Node]) -> set[fx.Node]:
+        """Values that something outside reads from memory."""
+        return {base_of(node) for node in nodes if any(_real_readers(u) for u in node.users if u not in self._inside)}
 
     def _fuse(self, node: fx.Node) -> None:
         written = bool(node in self._wanted or mutated_args(node))
         if not written and not node.users:
             return  # a value without a reader is not computed
         reads, loads = self._reads_of(node), self._loads_of(node)
-        if fused_form(node) in ("pointwise", "gather") and not written and node not in self._inlined:
+        if fused_form(node) in ("pointwise", "gather") and not written:
             readers = {r for u in node.users for r in _real_readers(u)}
             if len(loads) <= (_MAX_REPEATED_READS if len(readers) > 1 else _MAX_READS):
                 self._in_registers[node], self._loads[node] = reads, loads
@@ -377,10 +360,7 @@ class Fusion:
 
     def _bytes(self, node: fx.Node) -> int:
         if node not in self._sizes:
-            size = distinct_bytes(node)
-            if size is None:
-                self.assumptions["a size without a hint: no bytes counted"] += 1
-            self._sizes[node] = size or 0
+            self._sizes[node] = distinct_bytes(node) or 0
         return self._sizes[node]
 
 

@@ -279,24 +279,6 @@ def op_flops(node: fx.Node) -> float:
         return 0.0
 
 
-def assumption_of(node: fx.Node) -> str:
-    """What ``op_flops`` had to assume of ``node``; empty where it counted."""
-    kind = node_kind(node)
-    target, args = call_of(node)
-    if kind == "opaque" and op_name(target).split(".")[0] not in ("aten", "prims"):
-        return "an op without a FLOP formula: only its bytes counted"
-    if kind not in ("matmul", "attention", "convolution"):
-        return ""
-    tensors = [t for a in (node, *args) if isinstance(a, fx.Node) for t in tensors_of(a)]
-    if any(shape_of(t) is None for t in tensors):
-        return "a size without a hint: no FLOPs counted"
-    if op_name(target).startswith("flex_attention"):
-        return "flex attention: counted as dense"
-    if _offsets(target, args) is not None:
-        return "packed sequences: counted as equally long"
-    return ""
-
-
 class UnknownSizeError(Exception):
     """A size has no hint."""
 

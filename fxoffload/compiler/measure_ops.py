@@ -74,7 +74,7 @@ def _heavy(joint: fx.GraphModule, rates: Rates, least_ms: float) -> tuple[dict[s
         reason = why_not([node]) or ("its arguments are no plain values" if key is None else "")
         if key is None or reason:
             reasons[key or op_name(call_of(node)[0])] = reason
-        elif key not in found and (ms := estimate_segment([node], rates).ms) >= least_ms:
+        elif key not in found and (ms := estimate_segment([node], rates)) >= least_ms:
             found[key] = node, ms
     longest = sorted(found.items(), key=lambda item: -item[1][1])
     return dict(longest), list(reasons.values())

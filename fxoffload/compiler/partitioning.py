@@ -175,7 +175,7 @@ def step_of(
 
 
 def _segment_ms(segmentation: Segmentation, rates: Rates, alike: Alike[float]) -> dict[str, float]:
-    return {s.name: alike.get(s, lambda s=s: estimate_segment(s.nodes, rates).ms) for s in segmentation.segments}
+    return {s.name: alike.get(s, lambda s=s: estimate_segment(s.nodes, rates)) for s in segmentation.segments}
 
 
 def _temp_bytes(

@@ -44,8 +44,13 @@ class Rates:
 
     launch_us: float = 0.0
 
+    def op_ms(self, node: fx.Node) -> None:
+        return None
+
     def matmul_ms(self, flops: float, dtype: torch.dtype) -> float:
         return flops / 1e6
+
+    grouped_matmul_ms = matmul_ms
 
     def attention_ms(self, flops: float, dtype: torch.dtype, backward: bool) -> float:
         return flops / 0.5e6
@@ -371,6 +376,16 @@ def test_each_tag_of_a_user(tag: CheckpointPolicy | None) -> None:
     if tag is not None:
         assert ("RECOMPUTE" in tag.name) == ("RECOMPUTE" in second.meta["recompute"].name)
         assert "ac_graph_id" not in second.meta
+
+
+def test_recomputing_a_product_takes_the_products_time() -> None:
+    sketch = Sketch()
+    x, w, tangent = (sketch.input(name, 8, 8) for name in ("x", "w", "tangents_1"))
+    product = sketch.op(aten.mm.default, x, w)
+    grad = sketch.op(aten.mul.Tensor, product, tangent, backward=True)
+    joint = Joint(sketch.module([sketch.op(aten.neg.default, product), grad]), 1, set())
+    problem = find_frontier._Problem(joint, joint.layers[WHOLE_GRAPH], Rates(launch_us=1.0), set())
+    assert problem._op_ms(product) == pytest.approx(2 * 8**3 / 1e6 + 1e-3)
 
 
 # -- against brute force -----------------------------------------------------------------------------------------------
