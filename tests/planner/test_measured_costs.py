@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import fxoffload
-from fxoffload.compiler import measured_costs, measuring, planning, session, time_segments
+from fxoffload.compiler import measured_costs, measuring, planning, time_segments
 from fxoffload.compiler.measuring import Allowance
+from fxoffload.compiler.replan import Replan
 from fxoffload.errors import BudgetError
 from fxoffload.machine import op_times
 from fxoffload.machine.meters import HostMeter, Meter, Work
@@ -383,7 +384,7 @@ def test_steps_are_measured_afterwards_all_the_same(measure_with: Callable[[Mete
         for _ in range(9):
             model.zero_grad()
             call(example_input()).square().mean().backward()
-    assert isinstance(followers[0], session.Replan) and followers[0].clock is None
+    assert isinstance(followers[0], Replan) and followers[0].clock is None
     plan = plan_of(only_graph())
     assert plan.basis == "segments"
     assert plan.simulation is not None and plan.calibrated is not None
