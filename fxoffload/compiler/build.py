@@ -46,7 +46,7 @@ class Builder:
     Args:
         disabled: pieces that are switched off, by option or environment.
         device: the device that values leave and return to.
-        logs: whether code of the graph writes to a log.
+        logs: whether plain Inductor breaks the graph at a message.
     """
 
     def __init__(self, options: Options, disabled: frozenset[str], device: torch.device, *, logs: bool = False) -> None:

@@ -43,8 +43,8 @@ class SegmentEstimates:
 @dataclass(frozen=True)
 class PartitionSettings:
     """What a partitioning has to know besides the graph; see ``ForwardState``. ``donates``: whether compiled segments
-    may overwrite what only the backward reads. ``logs``: whether code of the graph writes to a log. ``estimates``: with
-    these ``rates``, made so far."""
+    may overwrite what only the backward reads. ``logs``: whether plain Inductor breaks the graph at a message.
+    ``estimates``: with these ``rates``, made so far."""
 
     num_user_outputs: int
     static_inputs: frozenset[int]

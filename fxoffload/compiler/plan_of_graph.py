@@ -45,7 +45,7 @@ _MOST_AT_FIRST = 32
 
 
 class PlanOfGraph:
-    """Of one compiled graph.
+    """The plan of one compiled graph.
 
     Args:
         found: the plan.
@@ -108,8 +108,9 @@ class PlanOfGraph:
         return self.planning.schedule is None
 
     def forget_graphs(self) -> None:
-        """The backward is compiled."""
-        self._planning = self._describe_plain = None
+        """The backward is compiled, or will not be. Partitionings are as large as the graphs, and this may live as long
+        as the code."""
+        self._planning = self._describe_plain = self._calibration = None
         self.other_forms = {}
 
     def guard_sizes(self) -> None:
@@ -176,7 +177,9 @@ class PlanOfGraph:
         """
         tracked, engine, budgets = calls.tracked, self._engine, self._budgets
 
-        def pin(more: int) -> bool:  # without ``self``, which holds what holds it: the graph is to go with its code
+        # Must not hold ``self``: that holds the calibration, which holds ``pin``. The cycle would keep the graph after
+        # its code is gone.
+        def pin(more: int) -> bool:
             # Before the first step, reserved memory may not be pinned yet.
             is_there = engine.pin(max(engine.arena.reserved_bytes, tracked.reserved_bytes) + more, budgets)
             tracked.reserved_bytes += more * is_there

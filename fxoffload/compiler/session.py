@@ -224,9 +224,9 @@ class CompileSession:
             free = self._without_plain_checkpointing(gm) if plans or self._may_vary() else gm
             if plans or not self.why_not_in_chain():
                 self._costs.measure_ops(gm)
+            if free is not gm and not num_checkpointed(free):  # plain Inductor's step is one without checkpointing
+                self._builder.logs = logs_in_frame(checkpointing=False)
             if plans:
-                if free is not gm and not num_checkpointed(free):  # plain Inductor's step is one without checkpointing
-                    self._builder.logs = logs_in_frame(checkpointing=False)
                 self._own = self._plan(free, split, gm)
             elif free is not gm and tell.is_new("checkpointing of one layer"):
                 log.info("activation checkpointing of a graph of one layer is obeyed until its step is planned")
@@ -285,7 +285,7 @@ class CompileSession:
 
     @property
     def planned(self) -> GraphPlanning | None:
-        """The graph's own plan; None: it has none."""
+        """The graph's own plan, until its backward is compiled; None: it has none."""
         return None if self._own is None else self._own.planning
 
     def forget_plan(self) -> None:
@@ -453,11 +453,13 @@ class CompileSession:
         """Compile one graph that AOTAutograd hands over. Has ``compile_fx_inner``'s signature."""
         if not kwargs.get("is_backward"):
             return self._inner_compile(gm, example_inputs, kwargs)
-        found = self._inner_compile(gm, example_inputs, kwargs)
-        # Partitionings are as large as the graphs, and the session may live as long as the code.
-        self._source = None
+        try:
+            found = self._inner_compile(gm, example_inputs, kwargs)
+        finally:
+            self._source = None  # as large as the graphs
+            if self._own is not None:
+                self._own.forget_graphs()
         if self._own is not None:
-            self._own.forget_graphs()
             self._own.guard_sizes()
         return found
 

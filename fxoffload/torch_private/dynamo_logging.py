@@ -104,7 +104,7 @@ def _call_later(tx: Any, make: Callable[..., Callable[[], Any]], args: Any, kwar
     except NotImplementedError:
         return False
     _logging.add(tx.output.tracing_context)
-    if not any(isinstance(value, str) and _CHECKPOINTING in value.lower() for value in constants):
+    if not any(isinstance(value, str) and _CHECKPOINTING in value.lower() for value in (*constants, *named.values())):
         _logging_otherwise.add(tx.output.tracing_context)
     if not says:
         return True

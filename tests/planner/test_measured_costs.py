@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from unittest.mock import Mock
 
 import pytest
@@ -15,7 +16,9 @@ from torch import Tensor, nn
 
 import fxoffload
 from fxoffload.compiler import measured_costs, measuring, planning, time_segments
+from fxoffload.compiler.build import Builder
 from fxoffload.compiler.measuring import Allowance
+from fxoffload.compiler.planning import GraphPlanning, Planning
 from fxoffload.compiler.replan import Replan
 from fxoffload.errors import BudgetError
 from fxoffload.machine import op_times
@@ -24,7 +27,7 @@ from fxoffload.planner.rates import ProfileRates
 from fxoffload.runtime.engine import engine_for
 from tests.capture import Block, example_input
 from tests.planner.test_planning import compiled, middle, only_graph, plan_of, scenario, tower, what_others_left
-from tests.planner.test_replan import following
+from tests.planner.test_replan import DraftGraphs, alive, following, train
 from tests.support import assert_equal
 
 pytestmark = pytest.mark.usefixtures("one_thread", "what_others_left", "rehearsed")
@@ -531,3 +534,27 @@ def test_a_step_over_several_graphs_is_planned_with_measured_segments(measure_wi
     assert plan.label.startswith("a step over")
     assert plan.basis == "segments"
     assert plan.baseline.step_ms == pytest.approx(4 * 2 * 3.0, rel=0.01)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_partitionings_are_let_go_where_segments_were_measured(
+    measure_with: Callable[[Meter], None], monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """Also where the backward could not be compiled."""
+    measure_with(Told())
+    partitionings, model, run = DraftGraphs(), tower(), Planning.run
+
+    def watched(self: Planning, **how: bool) -> GraphPlanning | None:
+        planned = run(self, **how)
+        assert planned is not None
+        partitionings.add(planned.partitioning, planned.base)
+        return planned
+
+    if fails:
+        monkeypatch.setattr(Builder, "backward", mock.Mock(side_effect=RuntimeError("on purpose")))
+    monkeypatch.setattr(Planning, "run", watched)
+    call = compiled(model, max_slowdown=0.5, recompute="default", on_error="fallback")
+    train(model, call)
+    assert partitionings.refs
+    assert alive(partitionings.refs) == 0
+    train(model, call)

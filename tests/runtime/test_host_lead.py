@@ -103,6 +103,7 @@ def test_many_good_steps_make_up_for_a_stall() -> None:
 def test_a_host_that_is_late_again_and_again_runs_ahead_for_some_steps() -> None:
     """Calls that are late now and then are paced as before."""
     lead = HostLead()
+    assert good(lead, 1) == 1
     for _ in range(5):
         for _ in range(3):
             lead.wait_for(Point(1))
@@ -111,3 +112,13 @@ def test_a_host_that_is_late_again_and_again_runs_ahead_for_some_steps() -> None
         lead.wait_for(Point(1))
     assert good(lead, 500) == 0
     assert good(lead, 3) == 3
+
+
+def test_a_step_that_begins_with_an_idle_device_does_not_count() -> None:
+    """The host has launched little then, and is late for each call until it is ahead."""
+    lead = HostLead()
+    for _ in range(3):
+        lead.wait_for(Point(1), behind_step=True)
+        for _ in range(4):
+            lead.wait_for(Point(1))
+        assert good(lead, 3) == 3

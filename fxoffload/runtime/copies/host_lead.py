@@ -14,9 +14,10 @@ before it. Its gather has been launched by then, as early as FSDP2 would let it 
 call before the one before. The host has the time of a call to launch the next one, and no wait follows the last
 forward.
 
-A host that needs longer than that, as next to a thread that compiles, finds the device past the point: the device has
-waited for it. A forward of 134 ms took 152 where the host was late in 6 of 16 calls of 6 ms (two H200s, 2026-11-29).
-After a few such calls in a row no call is paced for some steps, and the host runs ahead.
+A host that needs longer than that, as next to a thread that compiles, finds the device past the point. Where that goes
+on, the device waits for the host: a forward of 134 ms took 152 where the host was late in 6 of 16 calls of 6 ms (two
+H200s, 2026-11-29). After a few such calls in a row no call is paced for some steps, and the host runs ahead. Calls at
+the beginning of a step do not count until one has waited. With an idle device every host is late for them.
 
 Backwards are not paced: their copies have twice the time, for which 50 GB/s are enough.
 """
@@ -61,6 +62,7 @@ class HostLead:
         self._stalled_at: DeviceEvent | None = None
         self._num_stalls = 0
         self._num_good = 0
+        self._has_waited = False  # in this step
         self._num_late = 0
         self._num_not_paced = 0
 
@@ -72,10 +74,12 @@ class HostLead:
         if self._num_not_paced:
             self._num_not_paced -= 1
             return
+        if behind_step:
+            self._has_waited, self._num_late = False, 0
         if begun.query():
             self._host_is_late()
             return
-        self._num_late = 0
+        self._has_waited, self._num_late = True, 0
         longest_s = _LONGEST_BEHIND_STEP_S if behind_step else _LONGEST_S
         began = time.monotonic()
         STEP_FIRST.waits()
@@ -95,7 +99,7 @@ class HostLead:
                 self._num_stalls = self._num_good = 0
 
     def _host_is_late(self) -> None:
-        self._num_late += 1
+        self._num_late += self._has_waited
         if self._num_late == _MOST_LATE:
             self._num_late, self._num_not_paced = 0, _NOT_PACED
             log.debug(
