@@ -1,4 +1,4 @@
-"""A graph's own plan: made with its joint graph, followed from the first call on, corrected by what is measured."""
+"""A graph's own plan: made with its joint graph, followed from the first call on, corrected by measurements."""
 
 from __future__ import annotations
 
@@ -166,8 +166,8 @@ class PlanOfGraph:
         *,
         runs_segments: bool,
     ) -> None:
-        """Have the plan that ``calls`` follow corrected by what is measured: the times of steps, and their peaks where
-        it has a budget.
+        """Have the plan that ``calls`` follow corrected by measurements: of the times of steps, and of their peaks
+        where it has a budget.
 
         Args:
             state: its forward.
@@ -229,8 +229,8 @@ class PlanOfGraph:
         """Schedule with the readings of the compiled segments, before the first step.
 
         Raises:
-            BudgetError: the least plan exceeds the budget by what was measured.
-            NotWorthItError: the plan saves next to nothing by what was measured.
+            BudgetError: the least plan exceeds the budget, as measured.
+            NotWorthItError: the plan saves next to nothing, as measured.
         """
         calibration, limit, box = self._calibration, self._limit_bytes, self.box
         if calibration is None:

@@ -8,8 +8,8 @@ DEFAULT_MAX_SLOWDOWN = 0.02
 # ``Objective.source`` where the options name no objective: in general, and where activation checkpointing is on.
 DEFAULT, CHECKPOINTING = "default", "checkpointing"
 # Copies cost more than simulated where several GPUs of one host train together: each waits for the slowest. This part
-# of a step is left free of the allowed slowdown. On two GPUs, plans that aimed at 1.4 % took 0.2 to 1.0 % more in steps
-# of 780 ms, and 0.5 to 1.8 % in six runs of steps of 410 (2026-11-25 to 29). On one, nothing is to be seen.
+# of a step is left free of the allowed slowdown. Plans for two GPUs that aimed at 1.4 % took 0.2 to 1.0 % more in steps
+# of 780 ms. In six runs of steps of 410 ms it was 0.5 to 1.8 % (2026-11-25 to 29). On one GPU nothing is to be seen.
 SHARED_RESERVE = 0.01
 
 

@@ -46,7 +46,7 @@ def step_of(generator: random.Random) -> TrainingStep:
 
     forward = tuple(segment(i, generator.randint(1, 20) / 8, reads[i], writes[i]) for i in range(count))
     backward = tuple(segment(j, generator.randint(2, 40) / 8, back[j], [f"gradient {j}"]) for j in range(count))
-    generator.random()  # without it, what is drawn next would be other numbers than in the golden file
+    generator.random()  # without it, later draws would not be those of the golden file
     return TrainingStep(tuple(storages), forward, backward)
 
 

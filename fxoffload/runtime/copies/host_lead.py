@@ -15,7 +15,7 @@ call before the one before. The host has the time of a call to launch the next o
 forward.
 
 A host that needs longer than that, as next to a thread that compiles, finds the device past the point. Where that goes
-on, the device waits for the host: a forward of 134 ms took 152 where the host was late in 6 of 16 calls of 6 ms (two
+on, the device waits for the host. A forward of 134 ms took 152 where the host was late in 6 of 16 calls of 6 ms (two
 H200s, 2026-11-29). After a few such calls in a row no call is paced for some steps, and the host runs ahead. Calls at
 the beginning of a step do not count until one has waited. With an idle device every host is late for them.
 
