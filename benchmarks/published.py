@@ -152,21 +152,16 @@ def _without(pieces: Sequence[str]) -> dict[str, str]:
 TABLES = (
     Table(
         "readme",
-        ("step ms [quartiles]", "against inductor", "peak GiB", "host GiB"),
+        ("step ms", "against inductor", "peak GiB", "error of peak", "of time"),
         (
+            Rows(README_STOCK, _STOCK, of="Qwen3-8B, 8 layers"),
+            Rows(STOCK_FILES.format("29-h200-stock-mistral"), _STOCK, of="Mistral, 12 layers"),
+            Rows(STOCK_FILES.format("29-h200-stock-gemma-3"), _STOCK, of="Gemma-3, 12 layers", where_there=True),
             Rows(
-                README_PEERS,
-                {
-                    "inductor": "Inductor",
-                    "checkpoint": "Inductor + full checkpointing",
-                    "trl": EAGER_PEERS["trl"],
-                    "trl_checkpoint": EAGER_PEERS["trl_checkpoint"],
-                    "auto": "fxoffload, default",
-                    "auto@activation_budget=1.02*checkpoint": "fxoffload, 1.02x checkpointing's peak",
-                },
+                STOCK_FILES.format("29-2xh200-stock-fsdp"), _STOCK | FSDP_STOCK, of="FSDP2, two GPUs", where_there=True
             ),
-            Rows(README_STACK, _torch("0.5")),
         ),
+        of="model",
     ),
     Table(
         "readme-activations",
