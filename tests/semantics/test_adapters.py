@@ -8,12 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 import fxoffload
 from tests.support import Observed, assert_close, assert_equal, assert_nothing_held
 
 peft = pytest.importorskip("peft")
 
+# transformers 5.17 checkpoints the call of a layer, which hides it from the compiler, later ones its forward.
+HIDES_LAYERS = "__call__" in vars(GradientCheckpointingLayer)
 LAYERS = 2
 IDS = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(1))
 
@@ -66,8 +69,11 @@ def test_gradients_of_adapters_do_not_depend_on_offloading(kind: str, checkpoint
     found.append(step(model))
     assert_nothing_held()
     stats = fxoffload.stats()
-    assert stats.bytes_offloaded == stats.bytes_reloaded > 0
-    assert not stats.calls_kept and not stats.num_wrong_predictions
+    assert not stats.num_wrong_predictions
+    if checkpointing and kind == "layers" and HIDES_LAYERS:
+        assert stats.calls_kept and not stats.bytes_offloaded
+    else:
+        assert stats.bytes_offloaded == stats.bytes_reloaded > 0 and not stats.calls_kept
     with fxoffload.override_policy("keep_all"):
         kept = step(model)
     for observed in found:
