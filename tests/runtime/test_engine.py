@@ -441,6 +441,15 @@ def test_a_source_that_is_still_held_is_taken_back() -> None:
     assert (found.bytes_reclaimed, found.bytes_reloaded) == (2 * NBYTES, NBYTES)
 
 
+def test_a_source_that_was_not_asked_for_is_taken_back_too() -> None:
+    """Neither the newest nor the oldest."""
+    bench = Bench()
+    transfers = bench.save(1, 2, 3).in_need_order()
+    assert bench.take([transfers[1]]) == [2]
+    found = fxoffload.stats()
+    assert (found.bytes_reclaimed, found.bytes_reloaded) == (NBYTES, 0)
+
+
 def test_the_reader_of_a_reclaimed_source_waits_for_the_copy_that_reads_it() -> None:
     """The segment may overwrite it."""
     streams = Recorder()
