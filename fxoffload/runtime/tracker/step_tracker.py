@@ -381,8 +381,7 @@ class StepTracker:
             return StepState.MEASURING
         if tracked.planner is None or (chain.plan is None and not chains.awaits_plan(chain)):
             return StepState.UNPLANNED
-        is_observed = chain.plan is None and not chain.is_tired and chains.may_record
-        return StepState.OBSERVING if is_observed else StepState.WAITING
+        return StepState.OBSERVING if chain.plan is None and chains.may_record else StepState.WAITING
 
     def forward_ends(self, tracked: TrackedGraph, group: Group, results: Sequence[Any], token: Tensor | None) -> None:
         STEP_FIRST.launches()
