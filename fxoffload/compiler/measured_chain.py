@@ -41,8 +41,8 @@ def as_compiled(
         ms: of ``ran``.
         is_measured: whether the times of ``compiled`` are measurements of the first steps. They stand where no call ran
             it, unless variants take longer than by them in both phases. Then the first steps were measured too fast,
-            and all of them are lengthened by the smaller factor. FSDP2's were by 8 % in one run of four, and plain
-            Inductor's step 5 % too short for it (two H200s, 2026-11-29).
+            and all of them are lengthened by the smaller factor. Of four plans of FSDP2, one had them 8 % too fast, and
+            plain Inductor's step 5 % too short (two H200s, 2026-11-29).
     """
     longer = _longer(ran, varied, ms) if is_measured else 1.0
     found: dict[Phase, dict[str, float]] = {}

@@ -24,7 +24,7 @@ from fxoffload.compiler.planning import (
     schedule_of_first_step,
     too_small,
 )
-from fxoffload.compiler.recalibrate_graph import Alike, GraphRecalibration, calibration_of, replan_for
+from fxoffload.compiler.recalibrate_graph import GraphRecalibration, SegmentCode, calibration_of, replan_for
 from fxoffload.compiler.recalibration import Recalibration
 from fxoffload.compiler.replan import Replan
 from fxoffload.compiler.schedule_by_size import ScheduleBySize
@@ -161,7 +161,7 @@ class PlanOfGraph:
         self,
         calls: CallChoice,
         state: ForwardState,
-        alike: Alike,
+        alike: SegmentCode,
         disabled: Collection[str],
         *,
         runs_segments: bool,

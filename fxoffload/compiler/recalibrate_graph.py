@@ -32,7 +32,7 @@ from fxoffload.step.segment_names import TURN
 _SMALL_TURN = 0.01
 
 # phase -> segment -> its code: segments of the same code have the same working set.
-Alike = Mapping[Phase, Mapping[str, object]]
+SegmentCode = Mapping[Phase, Mapping[str, object]]
 
 
 class GraphRecalibration(Recalibration):
@@ -58,7 +58,7 @@ class GraphRecalibration(Recalibration):
         box: PlanBox,
         objective: Objective,
         order: list[int],
-        alike: Alike,
+        alike: SegmentCode,
         pin: Callable[[int], bool],
     ) -> None:
         assert planned.schedule is not None and planned.scheduler is not None
@@ -149,7 +149,7 @@ def replan_for(
     planned: GraphPlanning,
     box: PlanBox,
     objective: Objective,
-    alike: Alike,
+    alike: SegmentCode,
     device: torch.device,
     pin: Callable[[int], bool],
     records: bool = True,
@@ -168,7 +168,7 @@ def calibration_of(
     planned: GraphPlanning,
     box: PlanBox,
     objective: Objective,
-    alike: Alike,
+    alike: SegmentCode,
     pin: Callable[[int], bool],
 ) -> GraphRecalibration | None:
     """Replans a graph; None where nothing in it moves. Arguments as of ``GraphRecalibration``."""

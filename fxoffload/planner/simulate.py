@@ -7,9 +7,9 @@ The rules are the executor's (``fxoffload.runtime.outer_program``) and the copy 
   drops their sources. Before the forward returns, compute waits for the copies of inputs.
 - The backward takes back values that are still on the device. The caller's are not taken back, since the caller may
   have written to them. A value is readable once its copy down has ended.
-- Then reloads are asked for, in the order of need, before each segment, as many as the window of that point holds. They
-  start after all work that compute has been given so far. In a chain, the reloads at a call's top start after the work
-  between that call and the call before it.
+- Then reloads are asked for, before each segment and in the order of need: as many as the window of that point holds.
+  They start after all work that compute has been given so far. In a chain, those at the top of a call start after the
+  work between it and the call before.
 - Where forwards begin after backwards (``TrainingStep.runs``), a run of backwards takes back and reloads its own values
   alone. The first segment of each call drops all sources that are left.
 - A segment waits for the values it reads. A value that was not asked for until then is asked for, and waited for, at
@@ -214,8 +214,8 @@ def simulate(
         step: to simulate.
         decisions: one bool per ``step.candidates``, True to offload.
         copies: how long copies take.
-        windows: bytes that may be under way. Points behind the last release may be left out, as that of a turn is
-            (``fxoffload.planner.chain.with_turn``).
+        windows: bytes that may be under way at each point. Points after the last release may be missing: a turn
+            (``fxoffload.planner.chain.with_turn``) has none.
 
     Raises:
         ValueError: the step contradicts itself, the decisions are not as many as the candidates, or the windows are

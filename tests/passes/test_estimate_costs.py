@@ -489,8 +489,8 @@ def test_a_sum_that_two_kernels_would_read_five_values_for_is_written() -> None:
         return run
 
     size, sums = nbytes(inputs[0]), 2 * (6 + 32)
-    assert sum(kernels_of(twice(4), *inputs)["fused"]) == 2 * 4 * size + sums  # computed twice
-    # Read, written, read once more.
+    assert sum(kernels_of(twice(4), *inputs)["fused"]) == 2 * 4 * size + sums  # computed in both kernels
+    # Read, written, and read by the second kernel.
     assert sum(kernels_of(twice(5), *inputs)["fused"]) == 5 * size + size + size + sums
 
 

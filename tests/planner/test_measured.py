@@ -66,7 +66,7 @@ def link(measured: dict[str, Any]) -> ConstantRates:
 def test_offloading_everything(measured: dict[str, Any]) -> None:
     step, real = chain(measured), result(measured, "offload_all")
     turn = set(step.forward[-1].writes)
-    # Without a plan, windows followed the largest segment, and room was added for what was taken back.
+    # It ran without a plan: windows held the largest segment, and values that were taken back came on top.
     nbytes = [c.moved_bytes or 0 for c in step.candidates]
     most = max(sum(nbytes[at : at + COPIES_PER_HALF]) for at in range(0, len(nbytes), COPIES_PER_HALF))
     windows = everywhere(step, most, most * 3 // 2)
