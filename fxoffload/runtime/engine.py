@@ -55,7 +55,15 @@ from fxoffload.reset import on_reset
 from fxoffload.runtime.copies.streams import CopyStreams, CudaCopies, HostCopies, Wait
 from fxoffload.runtime.fork_safe_lock import ForkSafeRLock, locked
 from fxoffload.runtime.forked import keep_for_good
-from fxoffload.runtime.host_memory.arena import ALIGNMENT, CudaPinner, Fence, HeapMemory, HostArena, address_space_bytes
+from fxoffload.runtime.host_memory.arena import (
+    ALIGNMENT,
+    CudaPinner,
+    Fence,
+    HeapMemory,
+    HostArena,
+    HostBlock,
+    address_space_bytes,
+)
 from fxoffload.runtime.host_memory.limits import default_host_budget_bytes
 from fxoffload.runtime.host_memory.trim import HostTrim
 from fxoffload.runtime.profiler.allocator_history import cuda_history
@@ -201,7 +209,11 @@ class CopyEngine:
         stream = self.streams.compute_stream()
         with self.streams.offloading():
             each = zip(storages, watches or [None] * len(storages), strict=True)
-            return [self._offload(tensors, budgets, reclaimable, watch, stream) for tensors, watch in each]
+            started = [self._offload(tensors, budgets, reclaimable, watch, stream) for tensors, watch in each]
+        nbytes = [t.nbytes for t in started if t is not None]
+        counters.add("bytes_offloaded", sum(nbytes))
+        counters.add("num_copies", len(nbytes))
+        return started
 
     def _offload(
         self, tensors: Sequence[Tensor], budgets: Budgets, reclaimable: bool, watch: Watch | None, stream: object
@@ -220,7 +232,7 @@ class CopyEngine:
         if span.fence is not None:
             self.streams.offload_waits_for(span.fence.event, Wait.HOST_READ)
             span.fence = None
-        pieces = [(host, source[at : at + host.numel()]) for at, host in self.arena.pieces(block, nbytes)]
+        pieces = self._pieces(block, source)
         span.written = event = self.streams.offload(pieces, gives_way=self.streams.host_waits())
         views = [
             View(t.dtype, tuple(t.shape), t.stride(), int(t.storage_offset()) - start // t.element_size())
@@ -229,9 +241,14 @@ class CopyEngine:
         transfer = Transfer(nbytes, block, views, reclaimable=reclaimable, watch=watch)
         self._in_flight.append(_InFlight(weakref.ref(transfer, self._bury), source, event, nbytes, stream))
         self._in_flight_bytes += nbytes
-        counters.add("bytes_offloaded", nbytes)
-        counters.add("num_copies")
         return transfer
+
+    def _pieces(self, block: HostBlock, on_device: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Of a copy: parts of the host block, and the bytes on the device that belong to each."""
+        found = self.arena.pieces(block, on_device.numel())
+        if len(found) == 1:  # mostly
+            return [(found[0][1], on_device)]
+        return [(host, on_device[at : at + host.numel()]) for at, host in found]
 
     @transaction
     def release(self, limit_bytes: int) -> None:
@@ -370,9 +387,7 @@ class CopyEngine:
         self._landing = ()
 
     def _reload(self, transfer: Transfer, buffer: Tensor, stream: object, gives_way: bool) -> None:
-        pieces = [
-            (buffer[at : at + host.numel()], host) for at, host in self.arena.pieces(transfer.block, transfer.nbytes)
-        ]
+        pieces = [(there, here) for here, there in self._pieces(transfer.block, buffer)]
         ready = self.streams.reload(pieces, gives_way=gives_way)
         transfer.block.span.fence = Fence(next(self._order), ready)
         self._note_ahead(transfer, There(buffer, ready, stream, False))
@@ -566,6 +581,10 @@ def _first(pair: tuple[int, object]) -> int:
 
 def _byte_range(tensors: Sequence[Tensor]) -> tuple[int, int]:
     """First and one past the last byte of the shared storage that the tensors cover, the first rounded down."""
+    first = tensors[0]
+    if len(tensors) == 1 and first.is_contiguous():  # mostly
+        at = int(first.storage_offset()) * first.element_size()
+        return at // RANGE_ALIGNMENT * RANGE_ALIGNMENT, at + first.nbytes
     starts, ends = [], []
     for t in tensors:
         size = t.element_size()

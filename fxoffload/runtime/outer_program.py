@@ -340,7 +340,7 @@ def _by_storage(
     return [
         group
         for group in groups.values()
-        if sum(t.numel() * t.element_size() for t in group[1]) >= max(min_bytes, 1) and group[1][0].device == device
+        if sum(t.nbytes for t in group[1]) >= max(min_bytes, 1) and group[1][0].device == device
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,13 +35,19 @@ def compiled_autograd_active() -> bool:
 
     Needed by torch 2.11 to 2.14: switches in ``torch._dynamo.compiled_autograd`` and ``torch._dynamo.config``.
     """
-    from torch._dynamo import compiled_autograd, config
-
+    compiled_autograd, config = _compiled_autograd_switches()
     return bool(
         compiled_autograd.compiled_autograd_enabled
         or compiled_autograd.in_compiled_autograd_region
         or config.compiled_autograd
     )
+
+
+@functools.cache
+def _compiled_autograd_switches() -> tuple[Any, Any]:
+    from torch._dynamo import compiled_autograd, config  # slow to import, and asked at every call
+
+    return compiled_autograd, config
 
 
 def backward_keeps_graph() -> bool:
