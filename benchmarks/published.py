@@ -205,7 +205,7 @@ TABLES = (
                 "29-h200-stock-qwen3-checkpointing": "`gradient_checkpointing=True`",
                 "29-h200-stock-qwen3-rl": "a loss of RL in eager code",
                 "29-h200-stock-mistral": "Mistral, 12 layers",
-                "27-h200-stock-qwen3-moe": "Qwen3-MoE, 6 layers",
+                "29-h200-stock-qwen3-moe": "Qwen3-MoE, 6 layers",
                 "27-h200-stock-llama-3b-default": "Llama 3.2-3B, 28 layers",
             }.items()
         )
