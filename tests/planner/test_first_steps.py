@@ -304,12 +304,13 @@ def test_measured_times_stand_unless_variants_take_longer_in_both_phases(
 
 @pytest.mark.parametrize(("before", "now"), [(2.0, 3.0), (3.0, 2.0)])
 def test_with_the_calls_stands_the_time_between_them(before: float, now: float) -> None:
-    """A wait within calls of the first steps comes after the calls of a plan."""
+    """A wait within calls of the first steps comes after the calls of a plan. None is in the head."""
     gaps = {"forward": GAP, "backward": entry_of("backward", 0)}
     calls, ran = concatenate([layer(ms=5.0)] * 2, passed(2)), concatenate([layer(ms=7.0)] * 2, passed(2))
-    compiled = calls.with_step(measured_step(calls.step, {phase: {gap: before} for phase, gap in gaps.items()}))  # type: ignore[misc]
+    first: Any = {"forward": {gaps["forward"]: before, TURN: 4.0}, "backward": {gaps["backward"]: before}}
+    compiled = calls.with_step(measured_step(calls.step, first))
     ms = {
-        "forward": {**{s.name: s.ms for s in ran.step.forward}, gaps["forward"]: now},
+        "forward": {**{s.name: s.ms for s in ran.step.forward}, gaps["forward"]: now, TURN: 5.0},
         "backward": {**{s.name: s.ms for s in ran.step.backward}, gaps["backward"]: now},
     }
     # The second call's graph ran as compiled nowhere, or nothing varied.
@@ -320,3 +321,4 @@ def test_with_the_calls_stands_the_time_between_them(before: float, now: float) 
     ):
         found: Any = as_compiled(compiled, ran, varied, list(graphs), ms, is_measured=True)  # type: ignore[arg-type]
         assert [found[phase][gap] for phase, gap in gaps.items()] == [expected] * 2
+        assert found["forward"][TURN] == 5.0
