@@ -11,7 +11,7 @@ import torch.fx as fx
 from fxoffload.analysis.segmentation import Donations, Segmentation
 from fxoffload.analysis.values import Storages, output_values
 from fxoffload.compiler.segments import SegmentCall
-from fxoffload.compiler.tangents import is_loss, left_out
+from fxoffload.compiler.tangents import left_out, losses_of
 from fxoffload.passes.attention_masks import AttentionMask, FindAttentionMasks
 from fxoffload.passes.choose_actions import POLICIES, ChooseActions
 from fxoffload.passes.choose_donations import ChooseDonations
@@ -84,7 +84,7 @@ def _find_left_out(
     segmentation: Segmentation, returned: Sequence[object]
 ) -> Callable[[fx.GraphModule], frozenset[str]]:
     """Tangents are likely zeros where one of the outputs is a loss."""
-    return lambda gm: left_out(gm, segmentation) if any(map(is_loss, returned)) else frozenset()
+    return lambda gm: left_out(gm, segmentation) if losses_of(returned) else frozenset()
 
 
 def _choose_actions(

@@ -10,7 +10,7 @@ from fxoffload.analysis.value_names import ValueNames
 from fxoffload.analysis.values import extent_bytes, output_values, tensor_of
 from fxoffload.compiled_graph import Returned
 from fxoffload.compiler.pipeline import ForwardState
-from fxoffload.compiler.tangents import is_loss
+from fxoffload.compiler.tangents import losses_of
 from fxoffload.planner.plan import Loss
 
 
@@ -23,8 +23,9 @@ def returned_by(state: ForwardState) -> tuple[Returned, ...]:
     """The tensors among the outputs that the caller sees, in order."""
     names = ValueNames(state.gm.graph)
     values = output_values(state.gm.graph)[: state.num_user_outputs]
+    losses = losses_of(values)
     return tuple(
-        Returned(names.of(v), extent_bytes(tensor) or 0, is_loss(v))
+        Returned(names.of(v), extent_bytes(tensor) or 0, v in losses)
         for v in values
         if isinstance(v, fx.Node) and (tensor := tensor_of(v)) is not None
     )

@@ -10,14 +10,14 @@ others the graph makes zeros. Where those are of sizes that vary, autograd makes
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.fx as fx
 from torch import Tensor
 
 from fxoffload.analysis.segmentation import Segment, Segmentation
-from fxoffload.analysis.values import output_values, tensor_of
+from fxoffload.analysis.values import Storages, extent_bytes, output_values, tensor_of
 from fxoffload.passes.leave_out_zeros import can_be_left_out
 from fxoffload.runtime.tracker.outputs import Zeros
 from fxoffload.torch_private.op_schemas import mutated_args
@@ -85,7 +85,28 @@ def _tells_its_sizes(segment: Segment, left_out: Collection[fx.Node]) -> bool:
     return told_symbols(values[True]) <= told_symbols(values[False])
 
 
-def is_loss(value: object) -> bool:
-    """Whether an output of a forward graph is a number that training may go on with alone."""
-    found = tensor_of(value) if isinstance(value, fx.Node) else None
-    return found is not None and found.dim() == 0 and found.dtype.is_floating_point
+def losses_of(returned: Sequence[object]) -> frozenset[fx.Node]:
+    """Outputs of a forward graph that training may go on with alone: numbers that the largest other output goes into.
+
+    One that the logits do not go into is none: the auxiliary loss of a MoE's router next to logits for RL, or a number
+    that is logged.
+    """
+    tensors = {v: t for v in returned if isinstance(v, fx.Node) and (t := tensor_of(v)) is not None}
+    found = {v: t for v, t in tensors.items() if t.dtype.is_floating_point}
+    numbers = frozenset(v for v, t in found.items() if not t.dim())
+    others = [v for v in found if v not in numbers]
+    if not numbers or not others:
+        return numbers
+    largest = max(others, key=lambda v: extent_bytes(found[v]) or 0)
+    same = frozenset(Storages(largest.graph.nodes).members(largest))
+    return frozenset(n for n in numbers if same & _made_of(n))
+
+
+def _made_of(node: fx.Node) -> set[fx.Node]:
+    """All values that ``node`` is made of, and itself."""
+    found, to_come = {node}, [node]
+    while to_come:
+        new = [n for n in to_come.pop().all_input_nodes if n not in found]
+        found.update(new)
+        to_come += new
+    return found

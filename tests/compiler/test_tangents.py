@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxoffload.analysis.segmentation import Segment, Segmentation
-from fxoffload.compiler.tangents import left_out
+from fxoffload.analysis.values import output_values
+from fxoffload.compiler.tangents import left_out, losses_of
 from fxoffload.passes.cut_segments import CutSegments
 from tests.capture import WIDTH, capture, example_input
 
@@ -44,6 +45,20 @@ def test_a_tangent_that_alone_tells_a_size_stays() -> None:
     first = Segment("first", "", (flat,), (saved,), (flat,))
     rest = Segment("rest", "", tuple(n for n in ops if n is not flat), (flat, tangent), (total,))
     assert left_out(gm, Segmentation((first, rest))) == frozenset(), "products of sizes tell none"
+
+
+def test_a_loss_is_a_number_that_the_largest_other_output_goes_into() -> None:
+    for forward, expected in (
+        (lambda x, w: (x.mean(),), [0]),
+        (lambda x, w: (x.mean(), w.mean()), [0, 1]),
+        (lambda x, w: ((y := x * w).mean(), y), [0]),
+        (lambda x, w: ((y := x * w)[1:].mean(), y.view(-1), x.sum(-1)), [0]),
+        (lambda x, w: (w.mean(), x * w), []),  # of a router, or logged
+        (lambda x, w: (x * w, x.sum(-1)), []),
+        (lambda x, w: (x.mean(), (x > 0).expand(3, 4, 6)), [0]),
+    ):
+        returned = output_values(make_fx(forward, tracing_mode="fake")(torch.ones(4, 6), torch.ones(4, 6)).graph)
+        assert losses_of(returned) == {returned[at] for at in expected}
 
 
 def test_outputs_that_the_caller_lets_go_of_end_with_their_last_reader() -> None:
