@@ -43,7 +43,7 @@ class Returned:
     Attributes:
         label: module path, shape and dtype.
         nbytes: of its memory; 0 where a size has no hint.
-        is_loss: whether it is one number that gradients come from.
+        is_loss: whether it is one number that training may go on with alone.
     """
 
     label: str

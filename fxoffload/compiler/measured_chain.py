@@ -32,8 +32,8 @@ def as_compiled(
     estimate is as wrong as that of the variant that ran. Between the calls nothing changes, unless times of
     ``compiled`` stand, be it of one call. A wait is in a call or in the gap after it, so the gaps of its phase stand
     too, if they take less in all. With FSDP2, 11 of 390 ms counted twice (two H200s, 2026-11-29). What runs between
-    forwards and backwards computes, and does not wait: FSDP2's eager head took 55 ms in first steps, in which the
-    device often idles, and 59 and 61 under two plans.
+    forwards and backwards computes, and does not wait. FSDP2's eager head took 55 ms in first steps, in which the
+    device often idles, and 59 or 61 ms in steps of plans.
 
     Args:
         compiled: the chain that is asked for.

@@ -30,9 +30,9 @@ from fxoffload.step.segment_names import TURN
 
 # Of a step: code between its forward and its backward that takes less is no part of the plan.
 _SMALL_TURN = 0.01
-# Steps that are not measured. The device idles while a graph compiles, and is faster after that. Of stock cases whose
-# steps take 220 to 490 ms, steps 2 to 4 took 0.5 to 1.4 % less time than later ones. Steps 4 to 6 took 0.6 % less to
-# 0.5 % more (H200, 2026-11-29).
+# Steps that are not measured. The device idles while a graph compiles, and is faster after that. Against later steps of
+# 219 to 491 ms (default plans of stock cases), steps 2 to 4 took -1.4 to +0.4 %, and steps 4 to 6 -1.0 to +0.5 % (H200,
+# 2026-11-29).
 _COOL_STEPS = 3
 
 # phase -> segment -> its code: segments of the same code have the same working set.

@@ -20,12 +20,12 @@ def loss_of(states: Iterable[ForwardState]) -> Loss:
 
 
 def returned_by(state: ForwardState) -> tuple[Returned, ...]:
-    """The tensors among the outputs that the caller sees, in order."""
+    """The tensors among the outputs that the caller sees, in order, without numbers that are no loss."""
     names = ValueNames(state.gm.graph)
     values = output_values(state.gm.graph)[: state.num_user_outputs]
     losses = losses_of(values)
     return tuple(
         Returned(names.of(v), extent_bytes(tensor) or 0, v in losses)
         for v in values
-        if isinstance(v, fx.Node) and (tensor := tensor_of(v)) is not None
+        if isinstance(v, fx.Node) and (tensor := tensor_of(v)) is not None and (tensor.dim() or v in losses)
     )

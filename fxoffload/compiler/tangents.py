@@ -10,14 +10,15 @@ others the graph makes zeros. Where those are of sizes that vary, autograd makes
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 import torch.fx as fx
 from torch import Tensor
 
+from fxoffload.analysis.op_costs import node_kind
 from fxoffload.analysis.segmentation import Segment, Segmentation
-from fxoffload.analysis.values import Storages, extent_bytes, output_values, tensor_of
+from fxoffload.analysis.values import extent_bytes, output_values, tensor_of
 from fxoffload.passes.leave_out_zeros import can_be_left_out
 from fxoffload.runtime.tracker.outputs import Zeros
 from fxoffload.torch_private.op_schemas import mutated_args
@@ -86,27 +87,38 @@ def _tells_its_sizes(segment: Segment, left_out: Collection[fx.Node]) -> bool:
 
 
 def losses_of(returned: Sequence[object]) -> frozenset[fx.Node]:
-    """Outputs of a forward graph that training may go on with alone: numbers that the largest other output goes into.
+    """Outputs of a forward graph that training may go on with alone: numbers made of the same products as the largest
+    other output.
 
-    One that the logits do not go into is none: the auxiliary loss of a MoE's router next to logits for RL, or a number
-    that is logged.
+    The products tell, since that output may be a cast of its own: Accelerate's are. A MoE's router has a loss that is
+    not made of the logits' product. Returned with logits, in RL, it is no loss of theirs, nor is a number that is
+    logged.
     """
     tensors = {v: t for v in returned if isinstance(v, fx.Node) and (t := tensor_of(v)) is not None}
-    found = {v: t for v, t in tensors.items() if t.dtype.is_floating_point}
-    numbers = frozenset(v for v, t in found.items() if not t.dim())
-    others = [v for v in found if v not in numbers]
-    if not numbers or not others:
-        return numbers
-    largest = max(others, key=lambda v: extent_bytes(found[v]) or 0)
-    same = frozenset(Storages(largest.graph.nodes).members(largest))
-    return frozenset(n for n in numbers if same & _made_of(n))
+    floats = {v: t for v, t in tensors.items() if t.dtype.is_floating_point}
+    numbers = frozenset(v for v, t in floats.items() if not t.dim())
+    sizes = {v: extent_bytes(t) or 0 for v, t in floats.items() if v not in numbers}
+    for other in sorted(sizes, key=lambda v: -sizes[v]):
+        if products := _last_products(other):
+            return frozenset(n for n in numbers if products & _made_of(n))
+    return numbers
 
 
-def _made_of(node: fx.Node) -> set[fx.Node]:
-    """All values that ``node`` is made of, and itself."""
+def _last_products(node: fx.Node) -> set[fx.Node]:
+    """The products, convolutions and attentions that ``node`` is made of, without those that they are made of."""
+    return {n for n in _made_of(node, _is_product) if _is_product(n)}
+
+
+def _is_product(node: fx.Node) -> bool:
+    return node_kind(node) in ("matmul", "convolution", "attention")
+
+
+def _made_of(node: fx.Node, ends: Callable[[fx.Node], bool] = lambda _: False) -> set[fx.Node]:
+    """``node``, and all values that it is made of. ``ends``: of which no more is to be known."""
     found, to_come = {node}, [node]
     while to_come:
-        new = [n for n in to_come.pop().all_input_nodes if n not in found]
+        now = to_come.pop()
+        new = [] if ends(now) else [n for n in now.all_input_nodes if n not in found]
         found.update(new)
         to_come += new
     return found

@@ -47,17 +47,18 @@ def test_a_tangent_that_alone_tells_a_size_stays() -> None:
     assert left_out(gm, Segmentation((first, rest))) == frozenset(), "products of sizes tell none"
 
 
-def test_a_loss_is_a_number_that_the_largest_other_output_goes_into() -> None:
+def test_a_loss_is_a_number_made_of_the_same_products_as_the_largest_other_output() -> None:
     for forward, expected in (
         (lambda x, w: (x.mean(),), [0]),
         (lambda x, w: (x.mean(), w.mean()), [0, 1]),
-        (lambda x, w: ((y := x * w).mean(), y), [0]),
-        (lambda x, w: ((y := x * w)[1:].mean(), y.view(-1), x.sum(-1)), [0]),
-        (lambda x, w: (w.mean(), x * w), []),  # of a router, or logged
-        (lambda x, w: (x * w, x.sum(-1)), []),
-        (lambda x, w: (x.mean(), (x > 0).expand(3, 4, 6)), [0]),
+        (lambda x, w: ((y := x @ w).mean(), y), [0]),
+        (lambda x, w: ((y := x @ w)[1:].mean(), y.double(), x.sum(-1)), [0]),  # a cast of its own
+        (lambda x, w: (x.mean(), x @ w), []),  # logged
+        (lambda x, w: ((p := (x @ w).softmax(-1)).square().mean(), (x * p) @ w), []),  # of a router
+        (lambda x, w: (x @ w, x.sum(-1)), []),
+        (lambda x, w: ((x @ w).mean(), x.expand(3, 6, 6) * 2), [0]),  # a buffer, say
     ):
-        returned = output_values(make_fx(forward, tracing_mode="fake")(torch.ones(4, 6), torch.ones(4, 6)).graph)
+        returned = output_values(make_fx(forward, tracing_mode="fake")(torch.ones(6, 6), torch.ones(6, 6)).graph)
         assert losses_of(returned) == {returned[at] for at in expected}
 
 

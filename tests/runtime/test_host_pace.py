@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import pytest
-
-from fxoffload.runtime.copies import host_pace
 from fxoffload.runtime.copies.host_pace import HostPace
 
 
@@ -37,9 +34,3 @@ def test_it_is_not_where_a_step_of_many_layers_begins_so() -> None:
 
 def test_what_was_seen_while_everything_was_compiled_is_soon_forgotten() -> None:
     assert not pace([True] * 100 + [False] * 8).waits
-
-
-def test_it_is_not_with_fsdp2_whose_hosts_may_be_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = pace([True] * 16)
-    monkeypatch.setattr(host_pace, "fsdp2_is_used", lambda: True)
-    assert not found.waits
