@@ -34,10 +34,11 @@ step of 405 ms (two H200s, 2026-11-27, ``h200-stock-fsdp``). So a long queue of 
 [Note: Late hosts]
 A host that is late finds the device idle, as one that reads from it does ([Note: Host pace]). Giving way costs it time:
 20 us for each turn. Stock models under FSDP2 have such hosts. Transformers reads whether the batch is packed, which
-waits for the device. A layer then takes the host 3 to 6 ms, and the device 6.4. With copies to the host that gave way
-in every call, forwards took 149 ms, without 141. Where the host was paced it was 143, and 139 to 144. Two single steps
-with them took 0.8 s (two H200s, ``archive/2026-11-29-2xh200-stock-fsdp-giving-way.json``). So they do not give way in a
-process with FSDP2. Its own small copies go to the device. A program that reads within its forward waits for them there.
+waits for the device. A layer then takes the host 3 to 6 ms, and the device 6.4. Forwards in which all copies to the
+host gave way took 149 ms, and 141 where none did. With a host that is paced they took 143 ms, and 139 to 144; two in
+which copies gave way took 0.7 and 0.8 s (two H200s, ``archive/2026-11-29-2xh200-stock-fsdp-giving-way.json``). So
+copies to the host do not give way in a process with FSDP2. Its own small copies go to the device. A program that reads
+within its forward waits for ours there.
 
 Both directions are bounded in bytes, never in counts: bytes under way to the host whose sources are still held, and
 bytes on the device that were reloaded ahead of use.
@@ -253,7 +254,7 @@ class CopyEngine:
         return transfer
 
     def _pieces(self, block: HostBlock, on_device: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Of a copy: parts of the host block, and the bytes on the device that belong to each."""
+        """Of a copy: (host, device) bytes of each chunk of host memory that the block lies in."""
         found = self.arena.pieces(block, on_device.numel())
         if len(found) == 1:  # mostly
             return [(found[0][1], on_device)]
@@ -396,7 +397,7 @@ class CopyEngine:
         self._landing = ()
 
     def _reload(self, transfer: Transfer, buffer: Tensor, stream: object, gives_way: bool) -> None:
-        pieces = [(there, here) for here, there in self._pieces(transfer.block, buffer)]
+        pieces = [(on_device, host) for host, on_device in self._pieces(transfer.block, buffer)]
         ready = self.streams.reload(pieces, gives_way=gives_way)
         transfer.block.span.fence = Fence(next(self._order), ready)
         self._note_ahead(transfer, There(buffer, ready, stream, False))

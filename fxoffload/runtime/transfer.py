@@ -14,7 +14,7 @@ import itertools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -31,7 +31,8 @@ _TOKEN_SHAPE, _TOKEN_DTYPE = (3, 0, 7919), torch.uint8
 _SERIAL = itertools.count()
 
 
-class View(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class View:
     """How a saved tensor lies in its storage range. ``offset`` is in elements from the start of the range."""
 
     dtype: torch.dtype

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,19 +34,13 @@ def compiled_autograd_active() -> bool:
 
     Needed by torch 2.11 to 2.14: switches in ``torch._dynamo.compiled_autograd`` and ``torch._dynamo.config``.
     """
-    compiled_autograd, config = _compiled_autograd_switches()
+    from torch._dynamo import compiled_autograd, config
+
     return bool(
         compiled_autograd.compiled_autograd_enabled
         or compiled_autograd.in_compiled_autograd_region
         or config.compiled_autograd
     )
-
-
-@functools.cache
-def _compiled_autograd_switches() -> tuple[Any, Any]:
-    from torch._dynamo import compiled_autograd, config  # slow to import, and asked at every call
-
-    return compiled_autograd, config
 
 
 def backward_keeps_graph() -> bool:

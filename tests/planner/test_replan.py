@@ -145,6 +145,19 @@ class Followed:
         return more <= self.room
 
 
+def test_the_steps_of_a_cool_device_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def clock_for(device: torch.device, *, skip: int, **about: Any) -> StepClock:
+        return StepClock(skip=skip, events=host_events())
+
+    monkeypatch.setattr(recalibrate_graph, "calibration_of", mock.Mock())
+    monkeypatch.setattr(recalibrate_graph, "engine_for", mock.Mock())
+    monkeypatch.setattr(recalibrate_graph, "step_clock_for", clock_for)
+    made: Any = [None] * 5
+    found = recalibrate_graph.replan_for(*made, torch.device("cuda"), lambda more: True)
+    assert found is not None
+    assert [found.step_begins() is None for _ in range(4)] == [True, True, True, False]
+
+
 def test_times_that_make_the_plan_too_slow() -> None:
     """Segments are ten times faster than predicted: copies that they hid are exposed."""
     step = chain(8, 8 * MIB)

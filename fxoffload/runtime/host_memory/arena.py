@@ -541,10 +541,9 @@ class HostArena:
                 if span.storage is None:
                     self._free.insert(Span(span.start, span.end, span.fence))
             dead.popleft()
-        if self._in_tensors:
-            for span in [span for span in self._in_tensors.values() if _may_write(span)]:
-                del self._in_tensors[span.start]
-                self._free.insert(Span(span.start, span.end, span.fence))
+        for span in [span for span in self._in_tensors.values() if _may_write(span)]:
+            del self._in_tensors[span.start]
+            self._free.insert(Span(span.start, span.end, span.fence))
 
     # -- trim ----------------------------------------------------------------------------------------------------------
 
