@@ -152,8 +152,9 @@ def test_the_steps_of_a_cool_device_are_not_measured(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(recalibrate_graph, "calibration_of", mock.Mock())
     monkeypatch.setattr(recalibrate_graph, "engine_for", mock.Mock())
     monkeypatch.setattr(recalibrate_graph, "step_clock_for", clock_for)
-    made: Any = [None] * 5
-    found = recalibrate_graph.replan_for(*made, torch.device("cuda"), lambda more: True)
+    any_one: Any = None
+    about = (any_one, any_one, any_one, any_one, any_one)
+    found = recalibrate_graph.replan_for(*about, torch.device("cuda"), lambda more: True)
     assert found is not None
     assert [found.step_begins() is None for _ in range(4)] == [True, True, True, False]
 
