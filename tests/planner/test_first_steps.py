@@ -21,7 +21,7 @@ from fxoffload.compiler.first_steps import in_measured_time as in_time_of
 from fxoffload.compiler.measured_chain import as_compiled, measured_calls
 from fxoffload.compiler.recalibrate_chain import ChainRecalibration
 from fxoffload.planner.as_measured import measured_step
-from fxoffload.planner.chain import concatenate
+from fxoffload.planner.chain import concatenate, with_turn
 from fxoffload.planner.objective import Objective
 from fxoffload.planner.schedule import Schedule
 from fxoffload.runtime.engine import engine_for
@@ -308,7 +308,7 @@ def test_with_the_calls_stands_the_time_between_them(before: float, now: float) 
     gaps = {"forward": GAP, "backward": entry_of("backward", 0)}
     calls, ran = concatenate([layer(ms=5.0)] * 2, passed(2)), concatenate([layer(ms=7.0)] * 2, passed(2))
     first: Any = {"forward": {gaps["forward"]: before, TURN: 4.0}, "backward": {gaps["backward"]: before}}
-    compiled = calls.with_step(measured_step(calls.step, first))
+    compiled = calls.with_step(measured_step(with_turn(calls.step), first))
     ms = {
         "forward": {**{s.name: s.ms for s in ran.step.forward}, gaps["forward"]: now, TURN: 5.0},
         "backward": {**{s.name: s.ms for s in ran.step.backward}, gaps["backward"]: now},
