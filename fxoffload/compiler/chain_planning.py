@@ -399,7 +399,7 @@ class ChainPlanning:
         mine = self.compiled.schedule
         self.choice = self.compiled
         if mine is not None and aim.limit_bytes is not None and not self._is_slow(mine):
-            return mine
+            return self.compiled.scheduler.with_fewer_copies(mine, aim.limit_bytes)
         self.others = self.chain_search.search(aim)
         for choice in self.others:
             if aim.key(choice) < aim.key(self.choice):
@@ -407,7 +407,8 @@ class ChainPlanning:
         mine, best = self.compiled.schedule, self.choice.schedule
         if mine is not None and best is not None and not self._is_worth_it(best, mine, aim):
             self.choice = self.compiled
-        return self.choice.schedule
+        found = self.choice.schedule
+        return found and self.choice.scheduler.with_fewer_copies(found, aim.limit_bytes)
 
     def _is_slow(self, found: Schedule) -> bool:
         return found.simulation.step_ms > (1 + _WORTH_MS) * self.baseline.step_ms

@@ -306,6 +306,8 @@ class Planning:
         )
 
     def _finish(self, best: Try, base: Partitioning, baseline: Simulation, search: RecomputeSearch) -> GraphPlanning:
+        if best.schedule is not None:
+            best = replace(best, schedule=best.scheduler.with_fewer_copies(best.schedule, self.limit_bytes))
         found = _simulation(best)
         slowdown = found.step_ms / baseline.step_ms - 1 if baseline.step_ms else 0.0
         saved = 1 - found.peak_bytes / baseline.peak_bytes if baseline.peak_bytes else 0.0

@@ -200,11 +200,13 @@ class Recalibration(ABC):
 
     def _aim(self, scheduler: Scheduler, baseline: Prediction) -> Schedule | None:
         if self._limit is not None:
-            return scheduler.least_time(self._limit)
-        assert self._objective.max_slowdown is not None
-        found = scheduler.least_peak(self._objective.most_ms(baseline.step_ms))
-        # The compiled graphs alone may take longer than that, whatever moves. Then what moves costs nothing more.
-        return found or scheduler.least_peak_without_waits()
+            found = scheduler.least_time(self._limit)
+        else:
+            assert self._objective.max_slowdown is not None
+            found = scheduler.least_peak(self._objective.most_ms(baseline.step_ms))
+            # The compiled graphs alone may take longer than that, whatever moves. Then what moves costs nothing more.
+            found = found or scheduler.least_peak_without_waits()
+        return found and scheduler.with_fewer_copies(found, self._limit)
 
     def _is_better(self, found: Schedule, now: Schedule, baseline: Prediction) -> bool:
         mine, other = now.simulation, found.simulation

@@ -216,16 +216,25 @@ class CopyEngine:
         self._collect()
         self.streams.offload_waits_for_compute()
         stream = self.streams.compute_stream()
+        gives_way = self.streams.host_waits() and not fsdp2_is_used()  # see [Note: Late hosts]
         with self.streams.offloading():
             each = zip(storages, watches or [None] * len(storages), strict=True)
-            started = [self._offload(tensors, budgets, reclaimable, watch, stream) for tensors, watch in each]
+            started = [
+                self._offload(tensors, budgets, reclaimable, watch, stream, gives_way) for tensors, watch in each
+            ]
         nbytes = [t.nbytes for t in started if t is not None]
         counters.add("bytes_offloaded", sum(nbytes))
         counters.add("num_copies", len(nbytes))
         return started
 
     def _offload(
-        self, tensors: Sequence[Tensor], budgets: Budgets, reclaimable: bool, watch: Watch | None, stream: object
+        self,
+        tensors: Sequence[Tensor],
+        budgets: Budgets,
+        reclaimable: bool,
+        watch: Watch | None,
+        stream: object,
+        gives_way: bool,
     ) -> Transfer | None:
         start, end = _byte_range(tensors)
         nbytes = end - start
@@ -242,7 +251,6 @@ class CopyEngine:
             self.streams.offload_waits_for(span.fence.event, Wait.HOST_READ)
             span.fence = None
         pieces = self._pieces(block, source)
-        gives_way = self.streams.host_waits() and not fsdp2_is_used()  # see [Note: Late hosts]
         span.written = event = self.streams.offload(pieces, gives_way=gives_way)
         views = [
             View(t.dtype, tuple(t.shape), t.stride(), int(t.storage_offset()) - start // t.element_size())

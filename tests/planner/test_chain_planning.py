@@ -30,7 +30,7 @@ from fxoffload.compiler import chain_planning, plan_chain, step_member
 from fxoffload.compiler.variant_maker import VariantMaker
 from fxoffload.planner import pacing
 from fxoffload.planner.chain import Chain
-from fxoffload.planner.schedule import Schedule
+from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.simulate import Simulation, simulate
 from fxoffload.planner.windows import no_windows, windows_for
 from fxoffload.runtime.engine import engine_for
@@ -647,6 +647,18 @@ def test_without_options_the_least_peak_within_a_slowdown() -> None:
     assert plan.max_slowdown == 0.02 and plan.source == "default"
     assert plan.predicted_step_ms <= plan.baseline_step_ms * 1.02
     assert moved_by(run) == plan.predicted.bytes_offloaded
+
+
+@pytest.mark.parametrize("budget", [None, "large"])
+def test_a_plan_moves_few_values(budget: str | None) -> None:
+    """With variants, and without."""
+    with mock.patch.object(Scheduler, "with_fewer_copies", autospec=True) as few:
+        few.side_effect = lambda scheduler, *_: scheduler.smallest()
+        asked = {} if budget is None else {"activation_budget": range_of_peaks("stack")[1] - 1}
+        recorded(MODELS["stack"], steps=3, **asked)
+    plan = new_plans()[-1]
+    assert few.call_count == 1
+    assert plan.predicted_peak_bytes == few.call_args[0][0].smallest().simulation.peak_bytes
 
 
 def test_a_budget_that_everything_fits_into_moves_nothing() -> None:

@@ -26,6 +26,7 @@ from fxoffload.compiler import planning, session
 from fxoffload.compiler.planning import GraphPlanning, Planning
 from fxoffload.errors import BudgetError
 from fxoffload.planner.objective import SHARED_RESERVE, Objective
+from fxoffload.planner.schedule import Scheduler
 from fxoffload.planner.simulate import simulate
 from tests.capture import Block, Tower, example_input
 from tests.planner.rehearsal import Rehearsal
@@ -224,6 +225,16 @@ def test_budgets() -> None:
     assert plain.schedule is None
     assert "nothing is done" in plain.plan.summary
     assert plain.plan.predicted == baseline
+
+
+def test_a_plan_moves_few_values() -> None:
+    found = recorded("tower")
+    with mock.patch.object(Scheduler, "with_fewer_copies", autospec=True) as few:
+        few.side_effect = lambda scheduler, *_: scheduler.smallest()
+        planned = found.plan(found.plan().plan.baseline_peak_bytes - 1)
+    assert planned.scheduler is not None and planned.schedule is not None
+    assert planned.schedule == planned.scheduler.smallest()
+    assert planned.plan.predicted_peak_bytes == planned.schedule.simulation.peak_bytes
 
 
 @pytest.mark.slow

@@ -92,14 +92,21 @@ class Followed:
     """A planned chain, as a compiled graph would be followed."""
 
     def __init__(
-        self, objective: Objective, clocks: list[FakeClock], step: TrainingStep | None = None, *, plain: float = 1.0
+        self,
+        objective: Objective,
+        clocks: list[FakeClock],
+        step: TrainingStep | None = None,
+        *,
+        plain: float = 1.0,
+        leaves: float = recalibrate_graph._AROUND,
     ) -> None:
-        """``plain``: the part of the graph's time that plain Inductor takes, which recomputes less."""
+        """``plain``: the part of the graph's time that plain Inductor takes, which recomputes less. ``leaves``: the
+        part of the budget that the first plan leaves."""
         self.step = chain(8, 8 * MIB) if step is None else step
         self.scheduler = Scheduler(self.step, rates())
         keep = self.scheduler.keep_all()
         found = (
-            self.scheduler.least_time(objective.budget_bytes)
+            self.scheduler.least_time(int((1 - leaves) * objective.budget_bytes))
             if objective.budget_bytes is not None
             else self.scheduler.least_peak(keep.step_ms * (1 + (objective.max_slowdown or 0)))
         )
@@ -185,6 +192,17 @@ def test_times_that_make_the_plan_too_slow() -> None:
     assert plan.calibrated_baseline is not None
     assert plan.calibrated_baseline.step_ms == pytest.approx(plan.baseline.step_ms * 0.1)
     assert plan.predicted.step_ms == pytest.approx(followed.schedule.simulation.step_ms)
+
+
+def test_a_plan_made_again_moves_few_values() -> None:
+    step = chain(8, 8 * MIB)
+    fast = times(step, 0.1)
+    followed = Followed(Objective(None, 0.02), [FakeClock(fast), FakeClock(fast)], step)
+    other = Scheduler(measured_step(step, fast), rates()).smallest()  # type: ignore[arg-type]
+    with mock.patch.object(Scheduler, "with_fewer_copies", return_value=other) as few:
+        followed.replan.poll()
+    assert few.call_count == 1
+    assert followed.box.plan.calibrated == Prediction.of(other.simulation)
 
 
 def test_a_graph_that_is_too_slow_whatever_moves() -> None:
@@ -284,6 +302,17 @@ def test_equal_measurements_change_nothing() -> None:
         assert followed.box.plan.calibrated == followed.box.plan.predicted
         assert followed.box.plan.calibrated_baseline == followed.box.plan.baseline
         assert followed.box.plan.between_steps_ms == 7.0
+
+
+def test_a_calibrated_plan_leaves_a_little_to_the_program() -> None:
+    step = chain(8, 8 * MIB)
+    tight = Followed(Objective(40 * MIB), [FakeClock(times(step))], step).schedule.simulation.peak_bytes
+    clocks = [FakeClock(times(step)), FakeClock(times(step))]
+    followed = Followed(Objective(tight), clocks, step, leaves=0.0)
+    assert followed.schedule.simulation.peak_bytes == tight
+    followed.replan.poll()
+    assert followed.box.plan.calibrated is not None
+    assert followed.box.plan.calibrated.peak_bytes < tight
 
 
 def test_only_once_and_then_it_is_measured() -> None:
