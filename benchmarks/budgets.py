@@ -3,8 +3,8 @@
 ``0.25*inductor``   a quarter of that variant's peak
 ``1.02*checkpoint`` as above
 ``1*smallest``      the smallest budget that the default's plan names (scenarios ``stock``)
-``0.95*free``       of the device's free memory when the step began ``15%``             of the way from ``checkpoint``'s
-peak to ``inductor``'s
+``0.95*free``       of the device's free memory when the step began
+``15%``             of the way from ``checkpoint``'s peak to ``inductor``'s
 """
 
 import re

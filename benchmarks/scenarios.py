@@ -70,8 +70,9 @@ STOCK_VARIANTS = ",".join(
         *(f"auto@activation_budget={budget}" for budget in ("1.05*checkpoint", "0.5*inductor", "1*smallest")),
     ]
 )
+# T5's 24 + 24 layers take Inductor 181 s to compile and run, and more where others compile next to it.
 STOCK_PROTOCOL = {
-    **{"warmup": 1, "steps": 10, "calibration_steps": 8, "timeout_s": 200.0},
+    **{"warmup": 1, "steps": 10, "calibration_steps": 8, "timeout_s": 300.0},
     **{"allocator_trace": False, "copy_trace": False, "gradients": False},
 }
 COLLECTIVES, COLLECTIVES_BESIDE = "collectives", ("idle", "matmul")

@@ -9,8 +9,8 @@ DEFAULT_MAX_SLOWDOWN = 0.02
 DEFAULT, CHECKPOINTING = "default", "checkpointing"
 # Copies cost more than simulated where several GPUs of one host train together: each waits for the slowest. This part
 # of a step is left free of the allowed slowdown. Plans for two GPUs that aimed at 1.4 % took 0.2 to 1.0 % more in steps
-# of 780 ms. In nine runs of steps of 410 ms it was 0.5 to 2.6 %, mostly 1.8 (2026-11-25 to 29). On one GPU nothing is
-# to be seen.
+# of 780 ms. In eleven of twelve runs of steps of 410 ms it was 0.5 to 2.6 %, in half of them 1.3 or more (2026-11-25
+# to 29). On one GPU nothing is to be seen.
 SHARED_RESERVE = 0.015
 
 
