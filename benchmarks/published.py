@@ -143,7 +143,7 @@ _STOCK = {
 FSDP_STOCK = {"auto@activation_budget=21073296640": "fxoffload, budget of 1.1x checkpointing's peak"}
 
 _WHOLE = {"inductor": "Inductor", "auto": "fxoffload, default"}
-# Checkpointing was not reached in the newest run. In the one before plans moved more and smaller values.
+# Checkpointing was not reached in the newest run. In this one, of the same day, plans moved more and smaller values.
 FSDP_CHECKPOINTING = "2026-11-29-2xh200-stock-fsdp-many-copies.json"
 FSDP_TWICE = {name: _STOCK[name] for name in ("inductor", "checkpoint")}
 

@@ -292,9 +292,10 @@ class ChainPlanning:
         """
         if self.limit_bytes is None:
             aim = ChainObjective(max_ms=self._most_ms)
-            self._quick = self.chain_search.as_compiled(aim)
+            self._quick = _with_fewer_copies(self.chain_search.as_compiled(aim), aim)
             return self._quick.schedule
-        return self.compiled.scheduler.least_time(self.limit_bytes)
+        aim = ChainObjective(limit_bytes=self.limit_bytes)
+        return _with_fewer_copies(self.chain_search.as_compiled(aim), aim).schedule
 
     @property
     def _most_ms(self) -> float:
@@ -395,11 +396,11 @@ class ChainPlanning:
     def _take(self, aim: ChainObjective) -> Schedule | None:
         """Set ``choice`` to the best one; its schedule, None where it misses the aim. Graphs as they were compiled are
         taken where others are hardly better: variants have to be compiled."""
-        self.compiled = self.chain_search.as_compiled(aim) if self._quick is None else self._quick
+        self.compiled = self._quick or _with_fewer_copies(self.chain_search.as_compiled(aim), aim)
         mine = self.compiled.schedule
         self.choice = self.compiled
         if mine is not None and aim.limit_bytes is not None and not self._is_slow(mine):
-            return self.compiled.scheduler.with_fewer_copies(mine, aim.limit_bytes)
+            return mine
         self.others = self.chain_search.search(aim)
         for choice in self.others:
             if aim.key(choice) < aim.key(self.choice):
@@ -407,8 +408,9 @@ class ChainPlanning:
         mine, best = self.compiled.schedule, self.choice.schedule
         if mine is not None and best is not None and not self._is_worth_it(best, mine, aim):
             self.choice = self.compiled
-        found = self.choice.schedule
-        return found and self.choice.scheduler.with_fewer_copies(found, aim.limit_bytes)
+        if self.choice is not self.compiled:
+            self.choice = _with_fewer_copies(self.choice, aim)
+        return self.choice.schedule
 
     def _is_slow(self, found: Schedule) -> bool:
         return found.simulation.step_ms > (1 + _WORTH_MS) * self.baseline.step_ms
@@ -628,6 +630,13 @@ class ChainPlanning:
             stays = {n.name for c in saved.candidates for n in c.nodes} | {s.name for s in saved.skipped}
             reason = recompute_reason(self.chain.step.compute_ms - self.plain.chain.step.compute_ms)
             yield from recomputed_rows(self._saved(self.plain, call).candidates, stays, lambda _: label, reason)
+
+
+def _with_fewer_copies(choice: ChainChoice, aim: ChainObjective) -> ChainChoice:
+    found = choice.schedule
+    if found is None:
+        return choice
+    return replace(choice, schedule=choice.scheduler.with_fewer_copies(found, aim.limit_bytes))
 
 
 def _by_name(choice: ChainChoice, call: int, schedule: Schedule) -> dict[str, bool]:

@@ -306,8 +306,7 @@ class Planning:
         )
 
     def _finish(self, best: Try, base: Partitioning, baseline: Simulation, search: RecomputeSearch) -> GraphPlanning:
-        if best.schedule is not None:
-            best = replace(best, schedule=best.scheduler.with_fewer_copies(best.schedule, self.limit_bytes))
+        best = _with_fewer_copies(best)
         found = _simulation(best)
         slowdown = found.step_ms / baseline.step_ms - 1 if baseline.step_ms else 0.0
         saved = 1 - found.peak_bytes / baseline.peak_bytes if baseline.peak_bytes else 0.0
@@ -373,7 +372,8 @@ class Planning:
         found = [(s.peak_bytes, s) for s in plain]
         for one in (smallest, best, *between):
             if one is not None:
-                found.append((one.limit_bytes or _simulation(one).peak_bytes, _simulation(one)))
+                step = _simulation(_with_fewer_copies(one))
+                found.append((one.limit_bytes or step.peak_bytes, step))
         return self._points(found)
 
     def _points(self, found: Iterable[tuple[int, Simulation]]) -> tuple[FrontierPoint, ...]:
@@ -386,6 +386,12 @@ class Planning:
         if self.limit_bytes is None or self.settings.device.type != "cuda":
             return None
         return schedule_of_first_step(best.scheduler, self.limit_bytes - TUNING_BYTES)
+
+
+def _with_fewer_copies(found: Try) -> Try:
+    if found.schedule is None:
+        return found
+    return replace(found, schedule=found.scheduler.with_fewer_copies(found.schedule, found.limit_bytes))
 
 
 def not_worth_it(objective: Objective, saved: float, baseline_bytes: int) -> str:

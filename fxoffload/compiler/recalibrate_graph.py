@@ -69,15 +69,19 @@ class GraphRecalibration(Recalibration):
         pin: Callable[[int], bool],
     ) -> None:
         assert planned.schedule is not None and planned.scheduler is not None
-        budget = objective.budget_bytes
-        limit = None if budget is None else int((1 - _AROUND) * budget)
-        super().__init__(planned.schedule, planned.scheduler, box, objective, limit)
+        super().__init__(planned.schedule, planned.scheduler, box, objective)
         self._graph = graph
         self._planned = planned
         self._order = order
         self._alike = alike
         self._pin = pin
         self.first: Choice | None = None
+
+    @property
+    def spare_bytes(self) -> int:
+        """See ``Recalibration``."""
+        budget = self._objective.budget_bytes
+        return 0 if budget is None or self._objective.is_checkpointing else int(_AROUND * budget)
 
     def measured(self, readings: Readings) -> tuple[TrainingStep, Prediction]:
         """See ``Recalibration``."""

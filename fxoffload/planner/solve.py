@@ -31,7 +31,7 @@ def least_time(problem: Problem, budget_bytes: int, *, copy_price: float = 0.0) 
     """The fastest choice that fits into ``budget_bytes``; None: no choice does.
 
     Args:
-        copy_price: part of the compute time that it may be slower where one copy moves everything, and all others none.
+        copy_price: part of the compute time that all copies cost together, in the search. Each costs as much.
     """
     objective = SolverObjective(problem, budget_bytes=budget_bytes, copy_price=copy_price)
     bound, found = _search(problem, objective)

@@ -649,16 +649,25 @@ def test_without_options_the_least_peak_within_a_slowdown() -> None:
     assert moved_by(run) == plan.predicted.bytes_offloaded
 
 
-@pytest.mark.parametrize("budget", [None, "large"])
-def test_a_plan_moves_few_values(budget: str | None) -> None:
+@pytest.mark.parametrize("share", [0.1, 0.999])
+def test_a_plan_moves_few_values(share: float) -> None:
     """With variants, and without."""
-    with mock.patch.object(Scheduler, "with_fewer_copies", autospec=True) as few:
-        few.side_effect = lambda scheduler, *_: scheduler.smallest()
-        asked = {} if budget is None else {"activation_budget": range_of_peaks("stack")[1] - 1}
-        recorded(MODELS["stack"], steps=3, **asked)
+    least, most = range_of_peaks("stack")
+    budget = round(least + share * (most - least))
+    limits: list[int] = []
+
+    def other(_: Scheduler, found: Schedule, limit: int) -> Schedule:
+        limits.append(limit)
+        moved = found.simulation.bytes_offloaded + 1
+        return replace(found, simulation=replace(found.simulation, bytes_offloaded=moved))
+
+    with mock.patch.object(Scheduler, "with_fewer_copies", other):
+        run = recorded(MODELS["stack"], steps=3, activation_budget=budget)
     plan = new_plans()[-1]
-    assert few.call_count == 1
-    assert plan.predicted_peak_bytes == few.call_args[0][0].smallest().simulation.peak_bytes
+    has_variants = "recompute more" in plan.summary
+    assert has_variants == (share == 0.1)
+    assert limits == [budget] * (1 + has_variants)
+    assert plan.predicted.bytes_offloaded == moved_by(run) + 1
 
 
 def test_a_budget_that_everything_fits_into_moves_nothing() -> None:

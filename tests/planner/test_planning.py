@@ -229,9 +229,11 @@ def test_budgets() -> None:
 
 def test_a_plan_moves_few_values() -> None:
     found = recorded("tower")
+    budget = found.plan().plan.baseline_peak_bytes - 1
     with mock.patch.object(Scheduler, "with_fewer_copies", autospec=True) as few:
         few.side_effect = lambda scheduler, *_: scheduler.smallest()
-        planned = found.plan(found.plan().plan.baseline_peak_bytes - 1)
+        planned = found.plan_anew(budget)
+    assert [call.args[2] for call in few.call_args_list] == [budget]
     assert planned.scheduler is not None and planned.schedule is not None
     assert planned.schedule == planned.scheduler.smallest()
     assert planned.plan.predicted_peak_bytes == planned.schedule.simulation.peak_bytes
@@ -737,5 +739,5 @@ def test_ranks_of_one_machine_leave_a_part_of_the_slowdown_free() -> None:
     """For what waits for each other costs, which no simulation of one rank knows."""
     assert Objective.of(None, None).most_ms(100.0) == pytest.approx(102.0)
     assert Objective.of(None, None, num_processes=2).most_ms(100.0) == pytest.approx(100.0 * (1.02 - SHARED_RESERVE))
-    assert Objective.of(None, 0.001, num_processes=8).most_ms(100.0) == 100.0
+    assert Objective.of(None, 0.01, num_processes=8).most_ms(100.0) == pytest.approx(100.25)  # a quarter, at least
     assert Objective.of(1 << 30, None, num_processes=2).budget_bytes == 1 << 30
