@@ -209,10 +209,10 @@ class Recalibration(ABC):
 
     def _aim(self, scheduler: Scheduler, baseline: Prediction) -> list[Schedule]:
         """What to follow, the best first; one with fewer copies may move more bytes than are pinned."""
-        limit = self._limit
-        if limit is not None:
-            limit -= self.spare_bytes
-            found = scheduler.least_time(limit) or scheduler.least_time(self._limit)
+        whole, limit = self._limit, None
+        if whole is not None:
+            limit = whole - self.spare_bytes
+            found = scheduler.least_time(limit) or scheduler.least_time(whole)
         else:
             assert self._objective.max_slowdown is not None
             found = scheduler.least_peak(self._objective.most_ms(baseline.step_ms))
