@@ -212,7 +212,9 @@ class Recalibration(ABC):
         whole, limit = self._limit, None
         if whole is not None:
             limit = whole - self.spare_bytes
-            found = scheduler.least_time(limit) or scheduler.least_time(whole)
+            found = scheduler.least_time(limit)
+            if found is None and self.spare_bytes:
+                found = scheduler.least_time(whole)
         else:
             assert self._objective.max_slowdown is not None
             found = scheduler.least_peak(self._objective.most_ms(baseline.step_ms))

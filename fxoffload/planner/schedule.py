@@ -153,7 +153,7 @@ class Scheduler:
         return fastest and (self.least_peak((1 + _SAME_TIME) * fastest.simulation.step_ms) or fastest)
 
     def with_fewer_copies(self, found: Schedule, limit_bytes: int | None = None) -> Schedule:
-        """``found``, or a schedule that takes no longer and moves fewer and larger values.
+        """``found``, or a schedule that takes no longer and moves fewer values.
 
         A copy takes the host 0.14 to 0.26 ms (two H200s, 2026-11-29), and FSDP2's next layer waits for it. Plans moved
         up to twelve values of each of seven layers, where two of each layer do the same (Qwen3, 16 layers).

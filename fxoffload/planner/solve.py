@@ -31,7 +31,7 @@ def least_time(problem: Problem, budget_bytes: int, *, copy_price: float = 0.0) 
     """The fastest choice that fits into ``budget_bytes``; None: no choice does.
 
     Args:
-        copy_price: part of the compute time that all copies cost together, in the search. Each costs as much.
+        copy_price: of moving every value, in parts of the compute time. The search adds its share for each that moves.
     """
     objective = SolverObjective(problem, budget_bytes=budget_bytes, copy_price=copy_price)
     bound, found = _search(problem, objective)

@@ -328,6 +328,16 @@ def test_a_new_plan_leaves_a_little_to_the_program(source: str) -> None:
     assert (followed.box.plan.calibrated.peak_bytes < tight) == (source == "options")
 
 
+def test_where_nothing_else_fits_all_of_the_budget_is_taken() -> None:
+    step = chain(8, 8 * MIB)
+    least = Scheduler(step, rates()).smallest().simulation.peak_bytes
+    followed = Followed(Objective(least), [FakeClock(times(step)), FakeClock(times(step))], step, takes=2.0)
+    assert followed.schedule.simulation.peak_bytes > least
+    followed.replan.poll()
+    assert followed.box.plan.calibrated is not None
+    assert followed.box.plan.calibrated.peak_bytes == least
+
+
 def test_a_plan_that_takes_all_of_its_budget_stays() -> None:
     step = chain(8, 8 * MIB)
     tight = Followed(Objective(40 * MIB), [FakeClock(times(step))], step).schedule.simulation.peak_bytes
