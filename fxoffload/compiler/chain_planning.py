@@ -292,10 +292,9 @@ class ChainPlanning:
         """
         if self.limit_bytes is None:
             aim = ChainObjective(max_ms=self._most_ms)
-            self._quick = _with_fewer_copies(self.chain_search.as_compiled(aim), aim)
+            self._quick = self.chain_search.as_compiled(aim)
             return self._quick.schedule
-        aim = ChainObjective(limit_bytes=self.limit_bytes)
-        return _with_fewer_copies(self.chain_search.as_compiled(aim), aim).schedule
+        return self.compiled.scheduler.least_time(self.limit_bytes)
 
     @property
     def _most_ms(self) -> float:
@@ -396,7 +395,7 @@ class ChainPlanning:
     def _take(self, aim: ChainObjective) -> Schedule | None:
         """Set ``choice`` to the best one; its schedule, None where it misses the aim. Graphs as they were compiled are
         taken where others are hardly better: variants have to be compiled."""
-        self.compiled = self._quick or _with_fewer_copies(self.chain_search.as_compiled(aim), aim)
+        self.compiled = self._quick or self.chain_search.as_compiled(aim)
         mine = self.compiled.schedule
         self.choice = self.compiled
         if mine is not None and aim.limit_bytes is not None and not self._is_slow(mine):
@@ -408,8 +407,6 @@ class ChainPlanning:
         mine, best = self.compiled.schedule, self.choice.schedule
         if mine is not None and best is not None and not self._is_worth_it(best, mine, aim):
             self.choice = self.compiled
-        if self.choice is not self.compiled:
-            self.choice = _with_fewer_copies(self.choice, aim)
         return self.choice.schedule
 
     def _is_slow(self, found: Schedule) -> bool:
@@ -572,8 +569,8 @@ class ChainPlanning:
 
     @property
     def _over(self) -> str:
-        graphs = len({id(d.graph) for d in self.descriptions})
-        return f"over {len(self.descriptions)} calls of {graphs} graph{'s' if graphs > 1 else ''}{self._of_sizes}"
+        calls, graphs = len(self.descriptions), len({id(d.graph) for d in self.descriptions})
+        return f"over {calls} call{'s'[: calls > 1]} of {graphs} graph{'s'[: graphs > 1]}{self._of_sizes}"
 
     def describe(self, schedule: Schedule) -> Plan:
         """The plan as users see it."""
@@ -630,13 +627,6 @@ class ChainPlanning:
             stays = {n.name for c in saved.candidates for n in c.nodes} | {s.name for s in saved.skipped}
             reason = recompute_reason(self.chain.step.compute_ms - self.plain.chain.step.compute_ms)
             yield from recomputed_rows(self._saved(self.plain, call).candidates, stays, lambda _: label, reason)
-
-
-def _with_fewer_copies(choice: ChainChoice, aim: ChainObjective) -> ChainChoice:
-    found = choice.schedule
-    if found is None:
-        return choice
-    return replace(choice, schedule=choice.scheduler.with_fewer_copies(found, aim.limit_bytes))
 
 
 def _by_name(choice: ChainChoice, call: int, schedule: Schedule) -> dict[str, bool]:

@@ -28,9 +28,6 @@ _MAX_PEAK_STEPS = 12
 # Steps that differ by less take the same time.
 _SAME_TIME = 0.003
 _UNLIMITED = 1 << 62
-# A schedule with fewer copies may move more bytes, by this factor. The price, several times the solver's gap, makes the
-# solver find it.
-_MORE_BYTES, _COPY_PRICE = 1.05, 4e-3
 
 
 @dataclass(frozen=True)
@@ -152,27 +149,6 @@ class Scheduler:
         fastest = self.least_time(_UNLIMITED)
         return fastest and (self.least_peak((1 + _SAME_TIME) * fastest.simulation.step_ms) or fastest)
 
-    def with_fewer_copies(self, found: Schedule, limit_bytes: int | None = None) -> Schedule:
-        """``found``, or a schedule that takes no longer and moves fewer values.
-
-        A copy takes the host 0.14 to 0.26 ms (two H200s, 2026-11-29), and FSDP2's next layer waits for it. Plans moved
-        up to twelve values of each of seven layers, where two of each layer do the same (Qwen3, 16 layers).
-
-        Args:
-            found: the schedule.
-            limit_bytes: that it may take; None: its own peak.
-        """
-        limit, mine = found.simulation.peak_bytes if limit_bytes is None else limit_bytes, found.simulation
-        others = [self.settle(d, limit) for d in self._solved(limit, _COPY_PRICE)] if sum(found.offload) > 1 else []
-        good = [
-            other
-            for other in others
-            if other is not None
-            and other.simulation.step_ms <= mine.step_ms
-            and other.simulation.bytes_offloaded <= _MORE_BYTES * mine.bytes_offloaded
-        ]
-        return min((found, *good), key=lambda schedule: sum(schedule.offload))
-
     def smallest(self) -> Schedule:
         """The schedule with the least peak, whatever its time."""
         found = self.settle(self._least[1], self._least[0])
@@ -185,12 +161,9 @@ class Scheduler:
         yield self._extreme(False)
         if self._within_host(self._extreme(True)):
             yield self._extreme(True)
-        yield from self._solved(limit_bytes)
-
-    def _solved(self, limit_bytes: int, copy_price: float = 0.0) -> Iterator[tuple[bool, ...]]:
         budget = limit_bytes
         for _ in range(_MAX_REPAIRS):
-            solution = least_time(self.problem, budget, copy_price=copy_price)
+            solution = least_time(self.problem, budget)
             if solution is None:
                 return
             offload = self._named(solution.offloaded)

@@ -27,13 +27,9 @@ _MOST_INTEGERS = 1000
 _INFEASIBLE = 2
 
 
-def least_time(problem: Problem, budget_bytes: int, *, copy_price: float = 0.0) -> Solution | None:
-    """The fastest choice that fits into ``budget_bytes``; None: no choice does.
-
-    Args:
-        copy_price: of moving every value, in parts of the compute time. The search adds its share for each that moves.
-    """
-    objective = SolverObjective(problem, budget_bytes=budget_bytes, copy_price=copy_price)
+def least_time(problem: Problem, budget_bytes: int) -> Solution | None:
+    """The fastest choice that fits into ``budget_bytes``; None: no choice does."""
+    objective = SolverObjective(problem, budget_bytes=budget_bytes)
     bound, found = _search(problem, objective)
     if found is None:
         smallest = _smallest(problem)
@@ -43,7 +39,7 @@ def least_time(problem: Problem, budget_bytes: int, *, copy_price: float = 0.0) 
     improve(found, objective)
     ms = objective.value(found)
     assert ms is not None
-    return _solution(found, ms, bound - (MOVE_PRICE + copy_price) * problem.compute_ms, ms)
+    return _solution(found, ms, bound - MOVE_PRICE * problem.compute_ms, ms)
 
 
 def least_peak(problem: Problem, max_ms: float) -> Solution | None:

@@ -14,26 +14,17 @@ _MOST_SEGMENTS = 1_000_000
 
 
 class SolverObjective:
-    """The objective: the least time within ``budget_bytes``, or the least bytes within ``max_ms``. ``copy_price``: see
-    ``solve.least_time``."""
+    """The objective: the least time within ``budget_bytes``, or the least bytes within ``max_ms``."""
 
-    def __init__(
-        self,
-        problem: Problem,
-        *,
-        budget_bytes: int | None = None,
-        max_ms: float | None = None,
-        copy_price: float = 0.0,
-    ) -> None:
+    def __init__(self, problem: Problem, *, budget_bytes: int | None = None, max_ms: float | None = None) -> None:
         self._problem = problem
         self._budget = budget_bytes
         self._max_ms = max_ms
-        self._copy_price = copy_price
 
     def solve(self, model: Model, gap: float, *, relaxed: bool = False) -> Answer:
         """Ask HiGHS."""
         if self._budget is not None:
-            return model.least_time(self._budget, gap=gap, relaxed=relaxed, copy_price=self._copy_price)
+            return model.least_time(self._budget, gap=gap, relaxed=relaxed)
         return model.least_peak(self._max_ms, gap=gap, relaxed=relaxed)
 
     def value(self, loads: Loads) -> float | None:

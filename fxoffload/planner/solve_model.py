@@ -313,14 +313,11 @@ class Model:
 
     # -- solving -------------------------------------------------------------------------------------------------------
 
-    def least_time(self, budget: float, *, gap: float, relaxed: bool = False, copy_price: float = 0.0) -> Answer:
-        """The shortest step within ``budget`` bytes. ``copy_price``: see ``solve.least_time``."""
+    def least_time(self, budget: float, *, gap: float, relaxed: bool = False) -> Answer:
+        """The shortest step within ``budget`` bytes."""
         self._high[self._peak] = budget * self._byte
         cost = dict(self._time)
-        self._add_price(cost, MOVE_PRICE, self._moving(lambda storage: storage.moved_bytes))
-        if copy_price:
-            copies = {v: len(s.storages) / s.count for s, v in zip(self.slots, self._move, strict=True)}
-            self._add_price(cost, copy_price, copies)
+        self._add_price(cost)
         return self._solve(cost, 1 / self._tick, gap, relaxed)
 
     def least_peak(self, max_ms: float | None, *, gap: float, relaxed: bool = False) -> Answer:
@@ -333,11 +330,12 @@ class Model:
         finally:
             self._rows, self._limits = rows, limits
 
-    def _add_price(self, cost: Terms, price: float, terms: Terms) -> None:
-        """``price``: of all terms, where everything moves, in parts of the compute time."""
-        total = sum(f * self._high[v] for v, f in terms.items())
-        for v, f in terms.items():
-            cost[v] = cost.get(v, 0.0) + price * self._problem.compute_ms * self._tick * f / total
+    def _add_price(self, cost: Terms) -> None:
+        moving = self._moving(lambda storage: storage.moved_bytes)
+        total = sum(f * self._high[v] for v, f in moving.items())
+        price = MOVE_PRICE * self._problem.compute_ms * self._tick
+        for v, f in moving.items():
+            cost[v] = cost.get(v, 0.0) + price * f / total
 
     def _solve(self, cost: Terms, unit: float, gap: float, relaxed: bool) -> Answer:
         size = len(self._low)

@@ -30,7 +30,7 @@ from fxoffload.compiler import chain_planning, plan_chain, step_member
 from fxoffload.compiler.variant_maker import VariantMaker
 from fxoffload.planner import pacing
 from fxoffload.planner.chain import Chain
-from fxoffload.planner.schedule import Schedule, Scheduler
+from fxoffload.planner.schedule import Schedule
 from fxoffload.planner.simulate import Simulation, simulate
 from fxoffload.planner.windows import no_windows, windows_for
 from fxoffload.runtime.engine import engine_for
@@ -647,27 +647,6 @@ def test_without_options_the_least_peak_within_a_slowdown() -> None:
     assert plan.max_slowdown == 0.02 and plan.source == "default"
     assert plan.predicted_step_ms <= plan.baseline_step_ms * 1.02
     assert moved_by(run) == plan.predicted.bytes_offloaded
-
-
-@pytest.mark.parametrize("share", [0.1, 0.999])
-def test_a_plan_moves_few_values(share: float) -> None:
-    """With variants, and without."""
-    least, most = range_of_peaks("stack")
-    budget = round(least + share * (most - least))
-    limits: list[int] = []
-
-    def other(_: Scheduler, found: Schedule, limit: int) -> Schedule:
-        limits.append(limit)
-        moved = found.simulation.bytes_offloaded + 1
-        return replace(found, simulation=replace(found.simulation, bytes_offloaded=moved))
-
-    with mock.patch.object(Scheduler, "with_fewer_copies", other):
-        run = recorded(MODELS["stack"], steps=3, activation_budget=budget)
-    plan = new_plans()[-1]
-    has_variants = "recompute more" in plan.summary
-    assert has_variants == (share == 0.1)
-    assert limits == [budget] * (1 + has_variants)
-    assert plan.predicted.bytes_offloaded == moved_by(run) + 1
 
 
 def test_a_budget_that_everything_fits_into_moves_nothing() -> None:

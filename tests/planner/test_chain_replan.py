@@ -274,10 +274,8 @@ def test_a_step_that_takes_far_longer_than_was_thought(first: str, is_there: boo
                 assert_equal(run.step(), plain)
     finally:
         mock.patch.stopall()
-    (nbytes, num_followed), *others = asked
+    ((nbytes, num_followed),) = asked
     assert nbytes > moved and num_followed == 0
-    # Of a plan with fewer copies; without room for it, of the one with more copies that moves less.
-    assert all(moved < less < nbytes for less, _ in others) and len(others) <= (not is_there)
     assert plan.calibrated_baseline is not None
     if is_there:
         assert plan.calibrated.bytes_offloaded == nbytes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fxoffload.machine.shelf import load_profile
-from fxoffload.planner import SegmentStep, StorageInfo, Take, TrainingStep, simulate
+from fxoffload.planner import TrainingStep, simulate
 from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.windows import least_peak_bytes, windows_for
@@ -148,52 +147,6 @@ def test_the_host(step: TrainingStep, host: int) -> None:
         check(found, on)
         assert found.simulation.bytes_offloaded <= host * MB
     assert on.with_step(step, on.host_bytes).host_bytes == host * MB
-
-
-# -- fewer copies ------------------------------------------------------------------------------------------------------
-
-
-@many
-@given(training_steps(), st.floats(0, 1))
-def test_fewer_copies_of_the_same_step(step: TrainingStep, share: float) -> None:
-    on = scheduler(step)
-    least, most = on.smallest().simulation.peak_bytes, on.keep_all().peak_bytes
-    limit = round(least + share * max(most - least, 0))
-    found = on.least_time(limit)
-    assert found is not None
-    fewer = on.with_fewer_copies(found, limit)
-    check(fewer, on)
-    assert sum(fewer.offload) <= sum(found.offload)
-    assert fewer.simulation.peak_bytes <= limit
-    assert fewer.simulation.step_ms <= found.simulation.step_ms
-    assert fewer.simulation.bytes_offloaded <= 1.05 * found.simulation.bytes_offloaded
-    assert on.with_fewer_copies(found).simulation.peak_bytes <= found.simulation.peak_bytes
-
-
-def test_large_values_move_instead_of_small_ones() -> None:
-    """Layers that save one value of 32 MB and eight of 4. All of some of them fit on the link, or the large ones."""
-    sizes = (32, *(4,) * 8)
-    step = layers_that_save(16, [n * MB for n in sizes], ms=2.0)
-    on = scheduler(step)
-    some = tuple(c.name < "saved_05" for c in step.candidates)
-    found = on.settle(some, round(0.7 * on.keep_all().peak_bytes))
-    assert found is not None and sum(some) == 5 * len(sizes)
-    fewer = on.with_fewer_copies(found)
-    assert sum(fewer.offload) <= 12
-
-
-def layers_that_save(count: int, sizes: Sequence[int], *, ms: float) -> TrainingStep:
-    names = [[f"saved_{k:02}_{i}" for i in range(len(sizes))] for k in range(count)]
-    storages = tuple(
-        StorageInfo(n, nbytes, moved_bytes=nbytes) for of in names for n, nbytes in zip(of, sizes, strict=True)
-    )
-    forward = tuple(SegmentStep(f"forward_{k}", f"layers.{k}", ms, (), tuple(of)) for k, of in enumerate(names))
-    backward = tuple(
-        SegmentStep(f"backward_{j}", f"layers.{count - 1 - j}", 2 * ms, tuple(of), ())
-        for j, of in enumerate(reversed(names))
-    )
-    takes = tuple(Take(n, count - 1 - k, count - 1 - k) for k, of in enumerate(names) for n in of)
-    return TrainingStep(storages, forward, backward, takes=takes)
 
 
 def test_a_step_without_candidates() -> None:
