@@ -15,7 +15,7 @@ from fxoffload.runtime.tracker.tracked_graph import TrackedGraph
 from fxoffload.runtime.variant import Variants
 from fxoffload.step.choice import Choice
 
-JOINED = "; since then planned together with other calls of its step"
+JOINED = "; since then planned with all of its step"
 # After as many calls that follow a plan for their step, the graph's own plan is not measured again.
 _FOR_GOOD = 20
 
@@ -71,7 +71,14 @@ class CallChoice:
         if choice.windows is None or reason_to_keep() is not None:
             return None
         # Sizes that vary from call to call are arguments.
-        return replan.step_begins(signature=(tuple(a for a in args if isinstance(a, int)), tuple(choice.offload)))
+        return replan.step_begins(signature=self._as_planned(choice).ran([a for a in args if isinstance(a, int)]))
+
+    def _as_planned(self, choice: Choice) -> Choice:
+        """``choice`` in the plan's order."""
+        if self._is_in_order:
+            return choice
+        place = {at: i for i, at in enumerate(self.order)}
+        return replace(choice, offload=[choice.offload[place[at]] for at in range(len(place))])
 
     def _follows_a_step(self) -> bool:
         """Whether the graph's own plan gives way to one for the step, which is measured instead."""

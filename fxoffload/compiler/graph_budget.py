@@ -2,7 +2,9 @@
 
 A plan is exceeded by eager code around the graph (a loss, hooks), or by a working set larger than its estimate. The
 place in the step is unknown, so the excess counts in every segment. Keep, offload and windows are recomputed; nothing
-is compiled. Until that is done, everything is offloaded, with nothing in flight while a segment computes.
+is compiled. Until that is done, everything is offloaded, with nothing in flight while a segment computes. Where no
+schedule fits, or it is much slower, the graph is planned anew as a step of one call: with what runs around it, and with
+variants that recompute more.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from fxoffload.plan_report.summary import aim_of, gain_of
 from fxoffload.planner.objective import Objective
 from fxoffload.planner.plan import Prediction
 from fxoffload.planner.schedule import Schedule, Scheduler
+from fxoffload.planner.simulate import Simulation, simulate
 from fxoffload.planner.steps import SegmentStep, TrainingStep
 from fxoffload.runtime import background
 from fxoffload.runtime.tracker.budget_loop import MOST_CORRECTIONS, BudgetLoop
@@ -31,6 +34,8 @@ log = logging.getLogger(__name__)
 
 # Part of the budget that a correction leaves free besides: another schedule is off by a little more or less.
 _SPARE = 1 / 256
+# A graph that a correction made slower by this part of a step is planned anew, with other recomputation.
+_SLOWER = 0.02
 
 
 @dataclass(frozen=True)
@@ -40,9 +45,9 @@ class PlannedGraph:
     Attributes:
         order: positions in the step's candidates of the graph's candidates.
         least: the choice until a correction is there.
-        ignored: choices that are not judged: that of the step in which kernels are tuned. It may still be added.
         by_size: schedules calls of other sizes; None: sizes are fixed.
         pin: prepares that many more bytes of host memory, and says whether they are ready.
+        plan_as_step: has the graph planned as a step of one call, and says whether it will be.
     """
 
     graph: CompiledGraph
@@ -50,9 +55,9 @@ class PlannedGraph:
     objective: Objective
     order: Sequence[int]
     least: Choice
-    ignored: Sequence[Choice] = ()
     by_size: ScheduleBySize | None = None
     pin: Callable[[int], bool] = lambda more: True
+    plan_as_step: Callable[[], bool] = lambda: False
 
 
 class GraphBudget:
@@ -84,21 +89,35 @@ class GraphBudget:
         self._is_least = False
         self._followed: Choice | None = None
         self._loop = BudgetLoop(self._budget)
+        self._first: tuple[Choice, Schedule] | None = None
+        self._judges_first = False
+        self._exceeded: list[tuple[Schedule, int]] = []  # schedules that were, and the peaks of those steps
 
     @property
     def loop(self) -> BudgetLoop | None:
         """See ``BudgetControl``."""
         graph, planned = self._planned.graph, self._planned
         now = graph.planned
-        if not graph.may_follow() or now is None or now is planned.least or any(now is c for c in planned.ignored):
+        if not graph.may_follow() or now is None or now is planned.least:
+            return None
+        if self._first is not None and now is self._first[0] and not self._judges_first:
             return None
         if now is not self._followed:
             self._followed, self._loop = now, BudgetLoop(self._budget, is_exceeded=self._is_least)
         return self._loop
 
     def with_margin(self, step: TrainingStep) -> TrainingStep:
-        """``step``, which lacks the margin, with the margin left free."""
+        """``step``, measured and without the margin, with the margin left free: what it does not explain of steps that
+        exceeded the budget."""
+        rates = self._scheduler.rates
+        explained = [
+            (simulate(step, ran.offload, copies=rates, windows=ran.windows).peak_bytes, peak)
+            for ran, peak in self._exceeded
+        ]
         with self._lock:
+            if explained:
+                unexplained = max(peak - simulated for simulated, peak in explained)
+                self.margin_bytes = min(self.margin_bytes, max(unexplained, 0) + self._spare_bytes)
             self._told_bytes = self.margin_bytes
             return _raised(step, self.margin_bytes)
 
@@ -106,9 +125,17 @@ class GraphBudget:
         """Plain Inductor's step with the margin."""
         return _with_outside(baseline, self.margin_bytes)
 
+    def first_step(self, choice: Choice, schedule: Schedule) -> None:
+        """The first step, in which kernels are tuned, makes ``choice``: it is not judged."""
+        self._first = choice, schedule
+
+    def first_step_ended(self) -> None:
+        """Steps that go on making that choice are judged."""
+        self._judges_first = True
+
     @property
     def schedule(self) -> Schedule:
-        """The schedule that the graph follows, or will when the correction is there."""
+        """The schedule that the graph follows once the first step is over, or the correction there."""
         return self._schedule
 
     def calibrated(self, scheduler: Scheduler, schedule: Schedule) -> None:
@@ -117,16 +144,31 @@ class GraphBudget:
             self._scheduler, self._schedule = scheduler, schedule
             self._open_bytes = self.margin_bytes - self._told_bytes
 
+    def reconsider(self) -> None:
+        """Have the graph planned as a step where its calibrated plan is much slower than the first one."""
+        now = self._planned.box.plan.calibrated
+        if now is not None and self._is_slow(now) and self._planned.plan_as_step():
+            self._planned.graph.planned = self._planned.least
+
+    def _is_slow(self, found: Prediction | Simulation) -> bool:
+        """Whether it takes much longer than was planned: what the graph recomputes was chosen without the bytes of what
+        runs around it."""
+        plan = self._planned.box.plan
+        baseline = plan.calibrated_baseline or plan.baseline
+        return found.step_ms / baseline.step_ms > plan.predicted.step_ms / plan.baseline.step_ms + _SLOWER
+
     def exceeded(self, excess_bytes: int, num_corrections: int) -> None:
         """See ``BudgetControl``."""
         # Not what a first plan may take: what libraries allocate in the first step was there before the others began.
-        is_least = self._schedule.simulation.peak_bytes > self._budget
+        ran = self._ran.simulation.peak_bytes
+        is_least = ran > self._budget
         if is_least or num_corrections > MOST_CORRECTIONS:
             self._say_that_none_fits(self._loop.peak_bytes)
             return
         with self._lock:
+            self._exceeded.append((self._ran, self._budget + excess_bytes))
             # The prediction may have left part of the budget unused: the step took that as well.
-            error = excess_bytes + max(self._budget - self._schedule.simulation.peak_bytes, 0) + self._spare_bytes
+            error = excess_bytes + max(self._budget - ran, 0) + self._spare_bytes
             self.margin_bytes += error
             self._open_bytes += error
             self._num_spare += 1
@@ -135,13 +177,19 @@ class GraphBudget:
         self._planned.graph.planned = self._planned.least
         self._start()
 
+    @property
+    def _ran(self) -> Schedule:
+        """The schedule of the steps that are judged."""
+        is_first = self._first is not None and self._planned.graph.planned is self._first[0]
+        return self._first[1] if self._first is not None and is_first else self._schedule
+
     def fallen(self, peak_bytes: int) -> None:
         """See ``BudgetControl``. Where sizes vary, so do the steps' allocations: they say nothing."""
         if self._planned.by_size is not None or not self.margin_bytes:
             return
         with self._lock:
             # The excess of these steps over their prediction is still taken.
-            needed = peak_bytes - (self._schedule.simulation.peak_bytes - self.margin_bytes) + self._spare_bytes
+            needed = peak_bytes - (self._ran.simulation.peak_bytes - self.margin_bytes) + self._spare_bytes
             more = min(max(needed, 0), self.margin_bytes) - self.margin_bytes
             self._open_bytes += more
             self.margin_bytes += more
@@ -156,7 +204,13 @@ class GraphBudget:
 
     def _correct(self) -> None:
         try:
-            self._follow(self._corrected())
+            found = self._corrected()
+            if (found is None or self._is_slow(found.simulation)) and self._planned.plan_as_step():
+                return  # until then, everything is offloaded
+            if found is None:
+                found = self._scheduler.smallest()
+                self._say_that_none_fits(found.simulation.peak_bytes)
+            self._follow(found)
         except Exception as error:
             if background.is_ending():
                 return
@@ -165,7 +219,8 @@ class GraphBudget:
                 f"{in_brief(error)}"
             )
 
-    def _corrected(self) -> Schedule:
+    def _corrected(self) -> Schedule | None:
+        """The new schedule; None: none fits."""
         with self._lock:
             step = _raised(self._scheduler.step, self._open_bytes)
             self._open_bytes = 0
@@ -175,9 +230,6 @@ class GraphBudget:
             # No schedule leaves the spare part of the budget free: one that does not leave it free may do.
             found = scheduler.least_time(self._budget + self._num_spare * self._spare_bytes)
         self._is_least = found is None
-        if found is None:
-            found = scheduler.smallest()
-            self._say_that_none_fits(found.simulation.peak_bytes)
         return found
 
     def _follow(self, found: Schedule) -> None:

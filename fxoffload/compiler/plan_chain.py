@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 def plan_chain(
     tracked_graphs: Sequence[TrackedGraph], seen: Seen, sizes: Sequence[Sizes] = (), meanwhile: Meanwhile | None = None
 ) -> ChainPlan | None:
-    """The plan of a chain of calls; None where there is nothing to plan: one call alone, or graphs that were compiled
-    with other options.
+    """The plan of a chain of calls; None where there is nothing to plan: one call of a graph without a plan of its own,
+    or graphs that were compiled with other options.
 
     Args:
         tracked_graphs: of the calls, in the order of their forwards.
@@ -39,7 +39,7 @@ def plan_chain(
     descriptions = [t.description for t in tracked_graphs if isinstance(t.description, GraphDescription)]
     if (
         len(descriptions) != len(tracked_graphs)
-        or len(descriptions) < 2
+        or (len(descriptions) < 2 and all(t.own_plan is None for t in tracked_graphs))
         or any(d.settings != descriptions[0].settings for d in descriptions)
     ):
         return None

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import weakref
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 
 from fxoffload import tell
 from fxoffload.compiled_graph import CompiledGraph
@@ -38,6 +40,7 @@ from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.windows import no_windows
 from fxoffload.runtime.engine import Budgets, engine_for
+from fxoffload.runtime.tracker.tracked_graph import TrackedGraph
 from fxoffload.step.choice import Choice
 
 # Most calls that follow the first step's schedule, where no calibration comes that would count the outputs.
@@ -87,7 +90,7 @@ class PlanOfGraph:
         self._engine = engine_for(settings.device)
         self._pinned_before = 0  # bytes of host memory
         self._settled: Choice | None = None  # the plan, while the first step follows another schedule
-        self._not_judged: list[Choice] = []  # that schedule
+        self._budget: GraphBudget | None = None  # holds the graph to it
         self._replan: Replan | None = None
         self._calibration: Recalibration | None = None
 
@@ -106,6 +109,12 @@ class PlanOfGraph:
     def is_plain(self) -> bool:
         """Whether the plan is to do nothing."""
         return self.planning.schedule is None
+
+    @property
+    def may_join_for_budget(self) -> bool:
+        """Whether code around the graph may take so much of a budget that it is planned anew, with variants."""
+        budget, planning = self._asked.budget_bytes, self.planning
+        return budget is not None and planning.schedule is not None and planning.loss == "outside"
 
     def forget_graphs(self) -> None:
         """The backward is compiled, or will not be. Partitionings are as large as the graphs, and this may live as long
@@ -148,7 +157,6 @@ class PlanOfGraph:
         if self.planning.first is not None:
             self._settled = graph.planned
             graph.planned = self._choice(state, self.planning.first)
-            self._not_judged.append(graph.planned)
 
     def by_size(self, state: ForwardState) -> ScheduleBySize | None:
         """Schedules calls of other sizes than the planned ones; None where sizes are fixed."""
@@ -194,7 +202,7 @@ class PlanOfGraph:
         if runs_segments:
             self._calibration = calibration = calibration or calibration_of(*about, pin)
         if self._asked.budget_bytes is not None:
-            tracked.control = self._control(calls, state)
+            tracked.control = self._budget = self._control(calls, state)
             if calibration is not None:
                 calibration.control = tracked.control
 
@@ -209,11 +217,15 @@ class PlanOfGraph:
             self._asked,
             self._places(state),
             Choice(state.actions["auto"], no_windows(planning.partitioning.step)),
-            ignored=self._not_judged,
             by_size=calls.by_size,
             pin=lambda more: engine.pin(engine.arena.reserved_bytes + more, budgets),
+            plan_as_step=partial(_plan_as_step, weakref.ref(calls.tracked)),
         )
-        return GraphBudget(found, planning.scheduler, planning.schedule, in_background=self._device.type == "cuda")
+        in_background = self._device.type == "cuda"
+        control = GraphBudget(found, planning.scheduler, planning.schedule, in_background=in_background)
+        if self._settled is not None and calls.graph.planned is not None and planning.first is not None:
+            control.first_step(calls.graph.planned, planning.first)
+        return control
 
     def _places(self, state: ForwardState) -> list[int]:
         """Where each of the forward's candidates is among those of the plan."""
@@ -245,9 +257,10 @@ class PlanOfGraph:
             if before[1] is not None and limit is not None:
                 self._settled = graph.planned
                 tuned_later = 0 if ran.are_all else TUNING_BYTES
-                calibration.follow_first(schedule_of_first_step(scheduler, limit - tuned_later))
-                if graph.planned is not None:
-                    self._not_judged.append(graph.planned)
+                first = schedule_of_first_step(scheduler, limit - tuned_later)
+                calibration.follow_first(first)
+                if self._budget is not None and graph.planned is not None:
+                    self._budget.first_step(graph.planned, first)
             if is_least and ran.are_all and not self._asked.is_checkpointing:
                 self._refuse_what_was_measured(scheduler)
             self._leave_what_is_not_worth_it()
@@ -295,6 +308,7 @@ class PlanOfGraph:
         if self._settled is None:
             return None
         outputs, first, replan, num_calls = graph.outputs, graph.planned, self._replan, itertools.count(1)
+        control = self._budget
         waiting = [self._settled]
         if replan is not None and isinstance(replan.calibration, GraphRecalibration):
             replan.calibration.first = first
@@ -302,6 +316,8 @@ class PlanOfGraph:
         def backward_ended() -> None:
             if not waiting:
                 return
+            if control is not None:
+                control.first_step_ended()
             is_as_planned = not (outputs.are_held or outputs.have_gradients)
             if is_as_planned or replan is None or replan.has_ended or next(num_calls) >= _MOST_AT_FIRST:
                 settled = waiting.pop()
@@ -309,3 +325,8 @@ class PlanOfGraph:
                     graph.planned = settled
 
         return backward_ended
+
+
+def _plan_as_step(graph: weakref.ref[TrackedGraph]) -> bool:
+    tracked = graph()
+    return tracked is not None and tracked.own_plan is not None and tracked.own_plan.as_step()

@@ -17,6 +17,7 @@ from fxoffload.compiler.choices import Choices
 from fxoffload.compiler.explain import checkpointed_decisions, describe_plan
 from fxoffload.compiler.partitioning import Partition, Partitioning, PartitionSettings, make_partitioning
 from fxoffload.compiler.recompute_search import RecomputeSearch, Try, fastest, smallest
+from fxoffload.compiler.returned import loss_of, returned_by
 from fxoffload.errors import BudgetError
 from fxoffload.machine.estimate_error import describe_error
 from fxoffload.passes.checkpointed import clear_checkpointing, num_checkpointed
@@ -25,7 +26,7 @@ from fxoffload.plan_report.registry import PlanBox
 from fxoffload.plan_report.summary import aim_of, gain_of
 from fxoffload.planner.frontier import frontier_of
 from fxoffload.planner.objective import Objective
-from fxoffload.planner.plan import FrontierPoint, Prediction
+from fxoffload.planner.plan import FrontierPoint, Loss, Prediction
 from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.simulate import Simulation
@@ -46,6 +47,9 @@ WORTH = 0.05
 # of the least peak is not refused on paper, if the device reports the memory that steps take.
 TELLING_DEVICE_TYPES = ("cuda",)
 _TOO_LARGE = 0.25
+# A loss in eager code took 3.9 times the bytes of the logits that it is made of (RL, Qwen3, H200, 2026-11-29). A graph
+# that leaves less than this many times the bytes of its outputs to such code is cut, so that it can be corrected.
+_AROUND_OUTPUTS = 8
 # Points of a frontier that is drawn, and of a plan that is to be compiled: its own and plain Inductor's. Each of the
 # others is planned for, which takes seconds.
 DRAWN_POINTS = 7
@@ -78,6 +82,11 @@ class GraphPlanning:
     checkpointed: Partitioning | None = None
     checkpointing: str = ""
     describe_plain: Callable[[str], Plan] | None = None
+
+    @property
+    def loss(self) -> Loss:
+        """Whether the graph returns its loss."""
+        return loss_of([self.partitioning.forward_state])
 
 
 class NotWorthItError(Exception):
@@ -223,11 +232,15 @@ class Planning:
         )
         if budget is not None and limit is not None and baseline.peak_bytes <= limit and not first.fixed:
             within = "activation checkpointing's peak" if self.objective.is_checkpointing else "the budget"
-            summary = (
+            fits = (
                 f"plain Inductor needs {format_bytes(baseline.peak_bytes)}, which is within {within} of "
-                f"{format_bytes(budget)}: nothing is done"
+                f"{format_bytes(budget)}"
             )
-            return self._nothing(base, baseline, summary, search)
+            if baseline.peak_bytes + self._around_bytes(base) <= limit:
+                return self._nothing(base, baseline, f"{fits}: nothing is done", search)
+            kept = self._finish(Try(base, first, first.least_time(limit), limit), base, baseline, search)
+            summary = f"{fits}; layers are cut, so that they can give way to the loss, which is outside of the graph"
+            return replace(kept, plan=replace(kept.plan, summary=summary))
         if self.limit_bytes is not None:
             best = fastest(search.within(self.limit_bytes))
         else:
@@ -239,6 +252,12 @@ class Planning:
             if not self._tries or self.limit_bytes is None or (1 - _TOO_LARGE) * least > self.limit_bytes:
                 raise self._too_small(_simulation(best), baseline)
         return self._finish(best, base, baseline, search)
+
+    def _around_bytes(self, base: Partitioning) -> int:
+        """Most that a loss which the graph does not return takes of the user's budget."""
+        if self.objective.is_checkpointing or loss_of([base.forward_state]) == "inside":
+            return 0
+        return _AROUND_OUTPUTS * sum(item.nbytes for item in returned_by(base.forward_state))
 
     # -- partitionings -------------------------------------------------------------------------------------------------
 
@@ -306,7 +325,6 @@ class Planning:
         )
 
     def _finish(self, best: Try, base: Partitioning, baseline: Simulation, search: RecomputeSearch) -> GraphPlanning:
-        best = _with_fewer_copies(best)
         found = _simulation(best)
         slowdown = found.step_ms / baseline.step_ms - 1 if baseline.step_ms else 0.0
         saved = 1 - found.peak_bytes / baseline.peak_bytes if baseline.peak_bytes else 0.0
@@ -372,8 +390,7 @@ class Planning:
         found = [(s.peak_bytes, s) for s in plain]
         for one in (smallest, best, *between):
             if one is not None:
-                step = _simulation(_with_fewer_copies(one))
-                found.append((one.limit_bytes or step.peak_bytes, step))
+                found.append((one.limit_bytes or _simulation(one).peak_bytes, _simulation(one)))
         return self._points(found)
 
     def _points(self, found: Iterable[tuple[int, Simulation]]) -> tuple[FrontierPoint, ...]:
@@ -386,12 +403,6 @@ class Planning:
         if self.limit_bytes is None or self.settings.device.type != "cuda":
             return None
         return schedule_of_first_step(best.scheduler, self.limit_bytes - TUNING_BYTES)
-
-
-def _with_fewer_copies(found: Try) -> Try:
-    if found.schedule is None:
-        return found
-    return replace(found, schedule=found.scheduler.with_fewer_copies(found.schedule, found.limit_bytes))
 
 
 def not_worth_it(objective: Objective, saved: float, baseline_bytes: int) -> str:

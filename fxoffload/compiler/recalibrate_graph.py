@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -20,11 +20,11 @@ from fxoffload.planner.chain import with_turn
 from fxoffload.planner.objective import Objective
 from fxoffload.planner.plan import Decision, Prediction
 from fxoffload.planner.schedule import Schedule, as_inductor
-from fxoffload.planner.simulate import simulate
+from fxoffload.planner.simulate import Simulation, simulate
 from fxoffload.planner.steps import TrainingStep
 from fxoffload.runtime.engine import engine_for
 from fxoffload.runtime.profiler.step_clock import step_clock_for
-from fxoffload.step.choice import Choice
+from fxoffload.step.choice import Choice, RanCall, Windows
 from fxoffload.step.readings import Phase, Readings
 from fxoffload.step.segment_names import TURN
 
@@ -87,10 +87,11 @@ class GraphRecalibration(Recalibration):
         """See ``Recalibration``."""
         if self.control is not None:
             self._schedule = self.control.schedule
+        ran = self._ran(readings)
         sizes = shared(readings.temp_bytes(), self._alike)
         step = measured_step(self._scheduler.step, readings.segment_ms(), sizes)
         step = self._with_outputs(step)
-        turn = self._turn(step, readings)
+        turn = self._turn(simulate(with_turn(step), ran[0], copies=self._scheduler.rates, windows=ran[1]), readings)
         base, partitioning = self._planned.base, self._planned.partitioning
         if base is not None and base.step is not None and partitioning.step is not None:
             baseline = self._baseline(self._with_outputs(as_measured(base.step, partitioning.step, step)), turn)
@@ -106,18 +107,32 @@ class GraphRecalibration(Recalibration):
             step, baseline = self.control.with_margin(step), self.control.baseline_with_margin(baseline)
         return step, baseline
 
+    def recalibrate(self, readings: Readings) -> None:
+        """See ``Recalibration``."""
+        super().recalibrate(readings)
+        if self.control is not None:
+            self.control.reconsider()
+
     def _baseline(self, step: TrainingStep, turn: tuple[float, int]) -> Prediction:
         """Of a partition, as plain Inductor runs it."""
         plain = with_turn(step, *turn) if any(turn) else step
         return Prediction.of(as_inductor(plain, self._scheduler.rates))
 
-    def _turn(self, step: TrainingStep, readings: Readings) -> tuple[float, int]:
+    def _ran(self, readings: Readings) -> tuple[Sequence[bool], Windows]:
+        """What moved in the steps that were measured, and the windows: the first step's schedule may still have run, or
+        the one until a correction."""
+        ran, now = readings.signature, self._schedule
+        if not isinstance(ran, RanCall) or ran.windows is None:
+            return now.offload, now.windows
+        moved = dict(zip(self._order, ran.offload, strict=True))
+        return [moved[at] for at in range(len(now.offload))], ran.windows
+
+    def _turn(self, ran: Simulation, readings: Readings) -> tuple[float, int]:
         """Milliseconds and bytes of the user's code between the forward and the backward (a loss in eager code); zeros
-        where it takes next to nothing."""
+        where it takes next to nothing. ``ran``: the step that was measured, without that code."""
         ms, peak = readings.segment_ms().get("forward", {}).get(TURN, 0.0), readings.gap_peaks().get(TURN, 0)
-        offload, windows = self._schedule.offload, self._schedule.windows
-        ran = simulate(with_turn(step), offload, copies=self._scheduler.rates, windows=windows)
-        nbytes = max(peak - ran.boundaries[len(step.forward)].live_bytes, 0)
+        turn = next(b for b in ran.boundaries if b.segment == TURN)
+        nbytes = max(peak - turn.live_bytes, 0)
         is_small = ms < _SMALL_TURN * ran.step_ms and peak < (1 + _SMALL_TURN) * ran.peak_bytes
         return (0.0, 0) if is_small else (ms, nbytes)
 

@@ -173,11 +173,8 @@ class Recalibration(ABC):
         scheduler = self.scheduler = self._scheduler.with_step(step, host_bytes, rates)
         # Others say that everything is kept, or that nothing fits: that stays true.
         states_gain = aim_of(self._objective) in self._box.plan.summary
-        found = next(
-            (s for s in self._aim(scheduler, baseline) if self._is_better(s, now, baseline) and self._has_room(s, now)),
-            None,
-        )
-        if found is not None:
+        found = self._aim(scheduler, baseline)
+        if found is not None and self._is_better(found, now, baseline) and self._has_room(found, now):
             log.info(
                 "planned again with measured times: %.1f -> %.1f ms", now.simulation.step_ms, found.simulation.step_ms
             )
@@ -207,24 +204,14 @@ class Recalibration(ABC):
         """The budget cannot be met."""
         background.warn(message)
 
-    def _aim(self, scheduler: Scheduler, baseline: Prediction) -> list[Schedule]:
-        """What to follow, the best first; one with fewer copies may move more bytes than are pinned."""
-        whole, limit = self._limit, None
-        if whole is not None:
-            limit = whole - self.spare_bytes
-            found = scheduler.least_time(limit)
-            if found is None and self.spare_bytes:
-                found = scheduler.least_time(whole)
-        else:
-            assert self._objective.max_slowdown is not None
-            found = scheduler.least_peak(self._objective.most_ms(baseline.step_ms))
-            # The compiled graphs alone may take longer than that, whatever moves. Then what moves costs nothing more.
-            found = found or scheduler.least_peak_without_waits()
-        if found is None:
-            return []
-        fewer = scheduler.with_fewer_copies(found, limit)
-        moves_more = fewer.simulation.bytes_offloaded > found.simulation.bytes_offloaded
-        return [fewer, found] if moves_more else [fewer]
+    def _aim(self, scheduler: Scheduler, baseline: Prediction) -> Schedule | None:
+        if self._limit is not None:
+            found = scheduler.least_time(self._limit - self.spare_bytes)
+            return scheduler.least_time(self._limit) if found is None and self.spare_bytes else found
+        assert self._objective.max_slowdown is not None
+        found = scheduler.least_peak(self._objective.most_ms(baseline.step_ms))
+        # The compiled graphs alone may take longer than that, whatever moves. Then what moves costs nothing more.
+        return found or scheduler.least_peak_without_waits()
 
     def _is_better(self, found: Schedule, now: Schedule, baseline: Prediction) -> bool:
         mine, other = now.simulation, found.simulation

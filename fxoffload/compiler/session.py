@@ -235,6 +235,8 @@ class CompileSession:
                 self._plain = self._own.is_plain
                 counters.add("num_plain_graphs", int(self._plain))
                 partitioning = self._own.planning.partitioning
+                if self._own.may_join_for_budget and self._may_vary():
+                    self._source = Source(copy_graph(free), split)
                 return partitioning.forward, partitioning.backward
             if self._may_vary():
                 self._source = Source(copy_graph(free), split, num_checkpointed(gm) - num_checkpointed(free))

@@ -22,6 +22,15 @@ class Windows:
 
 
 @dataclass(frozen=True, slots=True)
+class RanCall:
+    """What a measured call of a graph did: measurements of others are kept apart. See ``Choice``."""
+
+    sizes: tuple[int, ...]
+    offload: tuple[bool, ...]
+    windows: Windows | None
+
+
+@dataclass(frozen=True, slots=True)
 class Choice:
     """The choices of one forward call.
 
@@ -41,6 +50,10 @@ class Choice:
     variant: int = 0
     watches: bool = False
     paced: bool = False
+
+    def ran(self, sizes: Sequence[int]) -> RanCall:
+        """A call that made this choice. ``sizes``: those of its arguments that vary."""
+        return RanCall(tuple(sizes), tuple(self.offload), self.windows)
 
     def kept(self) -> Choice:
         """The same with nothing offloaded."""

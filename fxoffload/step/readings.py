@@ -19,7 +19,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -73,10 +73,12 @@ class Readings:
 
     Attributes:
         skipped_gaps: ``Sample.gap_peaks`` of steps of which nothing else counts.
+        signature: of the calls; None: not known.
     """
 
     samples: Mapping[Phase, Sequence[Sample]]
     skipped_gaps: Sequence[Mapping[str, int | None]] = ()
+    signature: Hashable = None
 
     def segment_ms(self) -> dict[Phase, dict[str, float]]:
         """Milliseconds of each segment: medians. See [Note: What the times mean]."""

@@ -52,6 +52,7 @@ class FakeClock:
         self.is_ready = True
         self.measuring = False
         self.turn_peak: int | None = None
+        self.signature: object = None
 
     def ready(self) -> bool:
         return self.is_ready
@@ -192,28 +193,6 @@ def test_times_that_make_the_plan_too_slow() -> None:
     assert plan.calibrated_baseline is not None
     assert plan.calibrated_baseline.step_ms == pytest.approx(plan.baseline.step_ms * 0.1)
     assert plan.predicted.step_ms == pytest.approx(followed.schedule.simulation.step_ms)
-
-
-@pytest.mark.parametrize("has_room", [True, False])
-def test_a_plan_made_again_moves_few_values(has_room: bool) -> None:
-    """Where it would move more than is pinned, and nothing more can be, the plan with more copies is followed."""
-    step = chain(8, 8 * MIB)
-    objective = Objective(step_peak := 24 * MIB)
-    clocks = [FakeClock(times(step)), FakeClock(times(step))]
-    followed = Followed(objective, clocks, step, takes=2.0)
-    others = Scheduler(step, rates())
-    most = others.settle((True,) * len(followed.schedule.offload), step_peak)
-    assert most is not None
-    followed.room = 1 << 60 if has_room else 0
-    with (
-        mock.patch.object(Scheduler, "with_fewer_copies", return_value=most) as few,
-        mock.patch.object(GraphRecalibration, "_has_room", lambda self, found, now: has_room or found is not most),
-    ):
-        followed.replan.poll()
-    (found, limit) = few.call_args[0]
-    assert limit == step_peak - int(recalibrate_graph._AROUND * step_peak)
-    expected = most if has_room else found
-    assert followed.box.plan.calibrated == Prediction.of(expected.simulation)
 
 
 def test_a_graph_that_is_too_slow_whatever_moves() -> None:

@@ -289,6 +289,7 @@ class StepClock:
         self._unread: list[StepRecording] = []
         self._samples: dict[Hashable, list[tuple[Sample, Sample]]] = {}
         self._gaps: list[dict[str, int | None]] = []
+        self._told: set[Hashable] = set()  # signatures of steps whose turn is known from a record
         self._failed = False
 
     def begin_step(self, *, follows: bool = True, signature: Hashable = ()) -> StepRecording | None:
@@ -314,7 +315,7 @@ class StepClock:
                     self.measuring = False
                     return None
                 self._recorded += 1
-            if self._begin_history is not None and is_skipped == is_warm:
+            if self._begin_history is not None and is_skipped == is_warm and signature not in self._told:
                 self._history = self._begin_history()
             return StepRecording(
                 self._sources,
@@ -351,7 +352,7 @@ class StepClock:
                 step.drop()
                 return
             if step.history is not None and step.gap_peaks().get(TURN) is not None:
-                self._begin_history = None  # It tells so once.
+                self._told.add(step.signature)
             self._unread.append(step)
             self._counted[step.signature] += 1
             self.measuring = self._counted[step.signature] < self._count
@@ -396,7 +397,8 @@ class StepClock:
             if signature is None:
                 signature = max(self._samples, key=lambda s: len(self._samples[s]), default=())
             found = self._samples.get(signature, [])
-            return Readings({"forward": [f for f, _ in found], "backward": [b for _, b in found]}, tuple(self._gaps))
+            samples: dict[Phase, list[Sample]] = {"forward": [f for f, _ in found], "backward": [b for _, b in found]}
+            return Readings(samples, tuple(self._gaps), signature)
 
 
 def step_clock_for(device: torch.device, num_calls: int = 1, *, records: bool = True, **about: Any) -> StepClock:

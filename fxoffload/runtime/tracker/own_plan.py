@@ -37,7 +37,7 @@ class OwnPlan:
         peak_bytes: of that plan.
         budget_bytes: that it was made for; 0: there was none.
         join: lets the graph be part of a plan for the whole step; or why it cannot be.
-        is_done: whether it was asked to join, or a warning said that it cannot.
+        is_done: whether it has joined, or a warning said that it cannot.
         loop: judges its steps where it is plain Inductor's.
         has_exceeded: whether a warning said that its steps exceed the budget.
     """
@@ -64,6 +64,14 @@ class OwnPlan:
             f"take {format_bytes(self.peak_bytes)}. activation_budget={peak_bytes} is met as it is; "
             f"activation_budget={planned} has it planned to stay within {format_bytes(self.budget_bytes)}",
         )
+
+    def as_step(self) -> bool:
+        """Have it planned as a step of one call: whether it will be."""
+        if self.is_done or isinstance(self.join, str):
+            return False
+        self.is_done = True
+        self.join()
+        return True
 
     def together(self) -> None:
         """The graph runs in one step with others: join their plan, or warn that it cannot. Once."""
