@@ -148,6 +148,8 @@ def set_checkpointing(model: nn.Module, on: bool) -> None:
     elif model.is_gradient_checkpointing:
         disable = getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable
         disable()  # type: ignore[operator]
+        # Transformers leaves its hook where PEFT's model is around its own, and the hook breaks LoRA's graph.
+        model.disable_input_require_grads()  # type: ignore[operator]
 
 
 def build_sharded(request: Request, device: torch.device) -> StockStepper:

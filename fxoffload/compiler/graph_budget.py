@@ -2,9 +2,10 @@
 
 A plan is exceeded by eager code around the graph (a loss, hooks), or by a working set larger than its estimate. The
 place in the step is unknown, so the excess counts in every segment. Keep, offload and windows are recomputed; nothing
-is compiled. Until that is done, everything is offloaded, with nothing in flight while a segment computes. Where no
-schedule fits, or it is much slower, the graph is planned anew as a step of one call: with what runs around it, and with
-variants that recompute more.
+is compiled. Until that is done, everything is offloaded, with nothing in flight while a segment computes.
+
+What takes the bytes around a graph that does not return its loss is as large as its logits, or larger. What the graph
+recomputes was chosen without it. So it is planned anew as a step of one call, with that code, and with variants.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from fxoffload.plan_report.summary import aim_of, gain_of
 from fxoffload.planner.objective import Objective
 from fxoffload.planner.plan import Prediction
 from fxoffload.planner.schedule import Schedule, Scheduler
-from fxoffload.planner.simulate import Simulation, simulate
+from fxoffload.planner.simulate import simulate
 from fxoffload.planner.steps import SegmentStep, TrainingStep
 from fxoffload.runtime import background
 from fxoffload.runtime.tracker.budget_loop import MOST_CORRECTIONS, BudgetLoop
@@ -34,8 +35,6 @@ log = logging.getLogger(__name__)
 
 # Part of the budget that a correction leaves free besides: another schedule is off by a little more or less.
 _SPARE = 1 / 256
-# A graph that a correction made slower by this part of a step is planned anew, with other recomputation.
-_SLOWER = 0.02
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class PlannedGraph:
         least: the choice until a correction is there.
         by_size: schedules calls of other sizes; None: sizes are fixed.
         pin: prepares that many more bytes of host memory, and says whether they are ready.
-        plan_as_step: has the graph planned as a step of one call, and says whether it will be.
+        plan_as_step: has a graph without a loss planned as a step of one call; False: it is not to be.
     """
 
     graph: CompiledGraph
@@ -144,21 +143,11 @@ class GraphBudget:
             self._scheduler, self._schedule = scheduler, schedule
             self._open_bytes = self.margin_bytes - self._told_bytes
 
-    def reconsider(self) -> None:
-        """Have the graph planned as a step where its calibrated plan is much slower than the first one."""
-        now = self._planned.box.plan.calibrated
-        if now is not None and self._is_slow(now) and self._planned.plan_as_step():
-            self._planned.graph.planned = self._planned.least
-
-    def _is_slow(self, found: Prediction | Simulation) -> bool:
-        """Whether it takes much longer than was planned: what the graph recomputes was chosen without the bytes of what
-        runs around it."""
-        plan = self._planned.box.plan
-        baseline = plan.calibrated_baseline or plan.baseline
-        return found.step_ms / baseline.step_ms > plan.predicted.step_ms / plan.baseline.step_ms + _SLOWER
-
     def exceeded(self, excess_bytes: int, num_corrections: int) -> None:
         """See ``BudgetControl``."""
+        if self._planned.plan_as_step():
+            self._planned.graph.planned = self._planned.least
+            return
         # Not what a first plan may take: what libraries allocate in the first step was there before the others began.
         ran = self._ran.simulation.peak_bytes
         is_least = ran > self._budget
@@ -204,13 +193,7 @@ class GraphBudget:
 
     def _correct(self) -> None:
         try:
-            found = self._corrected()
-            if (found is None or self._is_slow(found.simulation)) and self._planned.plan_as_step():
-                return  # until then, everything is offloaded
-            if found is None:
-                found = self._scheduler.smallest()
-                self._say_that_none_fits(found.simulation.peak_bytes)
-            self._follow(found)
+            self._follow(self._corrected())
         except Exception as error:
             if background.is_ending():
                 return
@@ -219,8 +202,7 @@ class GraphBudget:
                 f"{in_brief(error)}"
             )
 
-    def _corrected(self) -> Schedule | None:
-        """The new schedule; None: none fits."""
+    def _corrected(self) -> Schedule:
         with self._lock:
             step = _raised(self._scheduler.step, self._open_bytes)
             self._open_bytes = 0
@@ -230,6 +212,9 @@ class GraphBudget:
             # No schedule leaves the spare part of the budget free: one that does not leave it free may do.
             found = scheduler.least_time(self._budget + self._num_spare * self._spare_bytes)
         self._is_least = found is None
+        if found is None:
+            found = scheduler.smallest()
+            self._say_that_none_fits(found.simulation.peak_bytes)
         return found
 
     def _follow(self, found: Schedule) -> None:

@@ -111,8 +111,8 @@ class PlanOfGraph:
         return self.planning.schedule is None
 
     @property
-    def may_join_for_budget(self) -> bool:
-        """Whether code around the graph may take so much of a budget that it is planned anew, with variants."""
+    def may_be_planned_as_step(self) -> bool:
+        """Whether the loss, outside of the graph, may take so much of a budget that the graph is planned anew."""
         budget, planning = self._asked.budget_bytes, self.planning
         return budget is not None and planning.schedule is not None and planning.loss == "outside"
 
@@ -219,7 +219,7 @@ class PlanOfGraph:
             Choice(state.actions["auto"], no_windows(planning.partitioning.step)),
             by_size=calls.by_size,
             pin=lambda more: engine.pin(engine.arena.reserved_bytes + more, budgets),
-            plan_as_step=partial(_plan_as_step, weakref.ref(calls.tracked)),
+            plan_as_step=partial(_plan_as_step, weakref.ref(calls.tracked), self.may_be_planned_as_step),
         )
         in_background = self._device.type == "cuda"
         control = GraphBudget(found, planning.scheduler, planning.schedule, in_background=in_background)
@@ -327,6 +327,6 @@ class PlanOfGraph:
         return backward_ended
 
 
-def _plan_as_step(graph: weakref.ref[TrackedGraph]) -> bool:
+def _plan_as_step(graph: weakref.ref[TrackedGraph], may_be: bool) -> bool:
     tracked = graph()
-    return tracked is not None and tracked.own_plan is not None and tracked.own_plan.as_step()
+    return may_be and tracked is not None and tracked.own_plan is not None and tracked.own_plan.as_step()

@@ -107,12 +107,6 @@ class GraphRecalibration(Recalibration):
             step, baseline = self.control.with_margin(step), self.control.baseline_with_margin(baseline)
         return step, baseline
 
-    def recalibrate(self, readings: Readings) -> None:
-        """See ``Recalibration``."""
-        super().recalibrate(readings)
-        if self.control is not None:
-            self.control.reconsider()
-
     def _baseline(self, step: TrainingStep, turn: tuple[float, int]) -> Prediction:
         """Of a partition, as plain Inductor runs it."""
         plain = with_turn(step, *turn) if any(turn) else step

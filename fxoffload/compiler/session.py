@@ -235,7 +235,7 @@ class CompileSession:
                 self._plain = self._own.is_plain
                 counters.add("num_plain_graphs", int(self._plain))
                 partitioning = self._own.planning.partitioning
-                if self._own.may_join_for_budget and self._may_vary():
+                if self._own.may_be_planned_as_step and self._may_vary():
                     self._source = Source(copy_graph(free), split)
                 return partitioning.forward, partitioning.backward
             if self._may_vary():

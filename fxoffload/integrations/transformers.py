@@ -5,6 +5,7 @@ Importing this module registers ``attn_implementation="fxoffload_causal_sdpa"``.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,6 +15,7 @@ import torch
 from fxoffload.errors import OptionsError, UnsupportedError
 from fxoffload.options import Options
 from fxoffload.torch_private.compiled_code import is_optimized_module
+from fxoffload.torch_private.transformers import drop_input_hooks
 
 try:
     from transformers import TrainerControl, TrainerState, TrainingArguments
@@ -35,6 +37,8 @@ from fxoffload.integrations.logged_metrics import (
     step_of,
 )
 from fxoffload.report import metrics
+
+log = logging.getLogger(__name__)
 
 _GAUGES = {
     "fxoffload/host_bytes_reserved": "fxoffload/host_gib",
@@ -66,6 +70,9 @@ class OffloadCallback(AddsToLogs):
     Takes the keyword options of ``fxoffload.Options``. Raises OptionsError (a ValueError) at once
     for options that are not accepted. A second ``train()`` on the same model compiles nothing;
     other options compile it again.
+
+    With gradient checkpointing that is not reentrant (the default), hooks go that have embeddings return values that
+    require gradients: with LoRA, they would break the graph. No gradient changes.
 
     It adds to the logs of training steps, and so to W&B, TensorBoard and the like. Averages for one step since the last
     log: ``fxoffload/offloaded_gib``, ``fxoffload/reloaded_gib``, ``fxoffload/exposed_ms``. As they are then:
@@ -114,6 +121,11 @@ class OffloadCallback(AddsToLogs):
                 f"the Trainer would spread the model over {args.n_gpu} GPUs with DataParallel, "
                 "which cannot replicate a model compiled in place; start one process per GPU with "
                 "torchrun or accelerate launch, or show it one GPU with CUDA_VISIBLE_DEVICES=0"
+            )
+        if drop_input_hooks(model):
+            log.info(
+                "removed the hook by which gradient checkpointing has embeddings return values that require gradients: "
+                "checkpoints that are not reentrant do without, and it breaks compiled graphs of frozen embeddings"
             )
         model.compile(backend="fxoffload", options=self.options)
         _compiled[model] = key

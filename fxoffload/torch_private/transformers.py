@@ -1,5 +1,5 @@
-"""Private APIs of Hugging Face transformers: what ``save_pretrained`` does to a state dict before it writes it, and how
-it tells packed sequences.
+"""Private APIs of Hugging Face transformers: what ``save_pretrained`` does to a state dict before it writes it, how it
+tells packed sequences, and hooks of its checkpointing.
 
 Nothing here imports transformers: a model of it is only there if other code has.
 """
@@ -18,6 +18,8 @@ from torch import Tensor, nn
 log = logging.getLogger(__name__)
 
 _said: set[str] = set()
+# Their names in transformers and in PEFT.
+_INPUT_HOOKS = ("make_inputs_require_grads", "make_inputs_require_grad")
 
 
 def is_pretrained_model(module: nn.Module) -> bool:
@@ -30,6 +32,31 @@ def is_adapter_layer(module: nn.Module) -> bool:
     """Whether PEFT has put an adapter around a layer: its weights have other names then, and no checkpoint has them."""
     kind = getattr(sys.modules.get("peft.tuners.tuners_utils"), "BaseTunerLayer", None)
     return kind is not None and isinstance(module, kind)
+
+
+def drop_input_hooks(model: nn.Module) -> int:
+    """Remove the hooks by which Hugging Face's checkpointing has embeddings return values that require gradients.
+
+    A reentrant checkpoint needs that; another, which is the default, does not. Where embeddings are frozen (LoRA), such
+    a hook breaks a compiled graph before the layers and after them.
+
+    Returns:
+        How many there were; 0 where a checkpoint may be reentrant, or none is on.
+    """
+    checkpoints = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
+    functions = [getattr(m, "_gradient_checkpointing_func", None) for m in checkpoints]
+    if not functions or any(getattr(f, "keywords", {}).get("use_reentrant") is not False for f in functions):
+        return 0
+    # Enabled twice, as by PEFT and by the Trainer, transformers forgets the first: none of its functions removes that.
+    found = [
+        (module._forward_hooks, key)
+        for module in model.modules()
+        for key, hook in module._forward_hooks.items()
+        if getattr(hook, "__name__", "") in _INPUT_HOOKS
+    ]
+    for hooks, key in found:
+        del hooks[key]
+    return len(found)
 
 
 def is_saved_in_another_way(model: Any) -> bool:

@@ -25,7 +25,7 @@ from benchmarks.schema import Memory, PlanFacts, Protocol, Record, Report, Reque
 from benchmarks.single import apply
 from benchmarks.stock import apply as apply_module
 from benchmarks.stock import measure
-from benchmarks.stock.apply import StockStepper
+from benchmarks.stock.apply import StockStepper, set_checkpointing
 from benchmarks.stock.claims import check_stock_claims
 from benchmarks.stock.estimates import segment_estimates
 from benchmarks.stock.models import SHARDED, STOCK_CASES, WHOLE_CASES
@@ -209,6 +209,16 @@ def test_a_prediction_is_compared_with_the_steps_that_followed_it() -> None:
     assert held(rows)["predicted"] is True and held(rows)["calibrated"] is True
 
 
+@pytest.mark.parametrize("loss", ["inside", "outside"])
+def test_a_budget_with_the_loss_outside_is_met_from_the_third_step(loss: Any) -> None:
+    """Nothing is known of it before."""
+    late = row(AT_CHECKPOINT, 104.0, 7.2, says=(104.0, 7.2), budget_gib=7.35, steps_gib=(7.4, 7.4, 7.2, 7.2))
+    assert late.result.plan is not None
+    late.result.plan.loss = loss
+    rows = [late if r.variant.label == AT_CHECKPOINT else r for r in TRUE_ROWS]
+    assert held(rows)["budgets are met"] is (loss == "outside")
+
+
 def test_what_a_plan_says_without_its_loss_is_no_claim() -> None:
     without = row("auto", 101.0, 8.0, says=(101.5, 6.0))
     assert without.result.plan is not None
@@ -364,3 +374,16 @@ def test_a_calibrated_plan_is_compared_with_steps_that_followed_it() -> None:
     result = Result(plan=plan, stock=StockRun(steps))
     assert idle_before_steps_ms(result, "predicted") == 2.0
     assert idle_before_steps_ms(result, "calibrated") == 7.0
+
+
+def test_checkpointing_leaves_no_hook_when_it_is_switched_off() -> None:
+    """The rows after it are of the model as it was."""
+    import transformers
+
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 8, "vocab_size": 16}
+    model = transformers.AutoModelForCausalLM.from_config(transformers.Qwen3Config(**sizes))
+    set_checkpointing(model, True)
+    assert model.get_input_embeddings()._forward_hooks
+    set_checkpointing(model, False)
+    assert not model.get_input_embeddings()._forward_hooks
+    assert not model.is_gradient_checkpointing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -12,7 +13,7 @@ import torch
 from fxoffload.compiler.call_choice import CallChoice
 from fxoffload.runtime import executor
 from fxoffload.runtime.variant import Variants
-from fxoffload.step.choice import Choice, Windows
+from fxoffload.step.choice import Choice, RanCall, Windows
 
 CHOICE = Choice((True, False), Windows((0,), (0,)))
 
@@ -26,7 +27,19 @@ def test_calls_of_other_sizes_and_choices_are_kept_apart() -> None:
     replan = mock.Mock()
     calls = choice_of(replan)
     assert calls.step_begins([torch.ones(1), 16], CHOICE) is replan.step_begins.return_value
-    replan.step_begins.assert_called_once_with(signature=((16,), (True, False)))
+    replan.step_begins.assert_called_once_with(signature=RanCall((16,), (True, False), CHOICE.windows))
+
+
+def test_measured_calls_are_told_in_the_plan_s_order() -> None:
+    """The forward's own is another: its third value is the plan's first."""
+    replan = mock.Mock()
+    calls = choice_of(replan)
+    calls = replace(calls, order=[2, 0, 1])
+    planned = Choice((True, False, False), CHOICE.windows)
+    ran = replace(planned, offload=[planned.offload[at] for at in calls.order])
+    assert ran.offload == [False, True, False]
+    calls.step_begins([], ran)
+    replan.step_begins.assert_called_once_with(signature=RanCall((), (True, False, False), CHOICE.windows))
 
 
 def test_nothing_is_asked_once_measuring_is_over() -> None:

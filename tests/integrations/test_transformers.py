@@ -15,6 +15,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArgumen
 
 import fxoffload
 from fxoffload.integrations.transformers import OffloadCallback
+from fxoffload.torch_private.transformers import drop_input_hooks
 
 CPU_OPTIONS: dict[str, Any] = {"device_types": ("cpu",), "inner": "aot_eager", "min_bytes": 1}
 VOCABULARY, SEQUENCE, NUM_STEPS = 97, 16, 3
@@ -149,3 +150,46 @@ def test_what_cannot_work_is_refused() -> None:
         begin(callback, compiled)
     with pytest.raises(ValueError, match=r"already compiled with torch.compile\(\); give the Trainer the model itself"):
         begin(callback, torch.compile(torch.nn.Linear(2, 2), backend="eager"))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("twice", [False, True])
+def test_hooks_that_frozen_embeddings_do_not_need_are_removed(reentrant: bool, twice: bool) -> None:
+    """PEFT and the Trainer each add one. With it the model is two graphs; without it gradients are the same."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = peft.get_peft_model(make_model(), config).train()
+    tokens = RandomTokens()[0]["input_ids"][None]
+
+    def gradients() -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    for _ in range(1 + twice):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    before = gradients()
+    assert before
+    assert drop_input_hooks(model) == (0 if reentrant else 1 + twice)
+    assert drop_input_hooks(model) == 0
+    embeddings = model.get_input_embeddings()
+    assert embeddings(tokens).requires_grad == reentrant
+    after = gradients()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_the_callback_removes_them() -> None:
+    model = make_model()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    embeddings = model.get_input_embeddings()
+    assert embeddings._forward_hooks
+    OffloadCallback(**CPU_OPTIONS)._compile(SimpleNamespace(torch_compile=False, n_gpu=0), model)  # type: ignore[arg-type]
+    assert not embeddings._forward_hooks
+
+
+def test_without_checkpointing_a_hook_is_the_user_s() -> None:
+    model = make_model()
+    model.enable_input_require_grads()
+    assert drop_input_hooks(model) == 0
+    assert model.get_input_embeddings()._forward_hooks

@@ -6,6 +6,9 @@ import gc
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,13 +16,22 @@ import torch
 from torch import Tensor
 
 import fxoffload
-from fxoffload.compiler import graph_budget, planning
-from fxoffload.compiler.graph_budget import GraphBudget
+from fxoffload.compiler import planning
+from fxoffload.compiler.graph_budget import GraphBudget, PlannedGraph
+from fxoffload.compiler.plan_of_graph import PlanOfGraph
 from fxoffload.errors import BudgetError
+from fxoffload.machine.shelf import load_profile
+from fxoffload.planner import SegmentStep
+from fxoffload.planner.objective import Objective
+from fxoffload.planner.rates import ProfileRates
+from fxoffload.planner.schedule import Schedule, Scheduler
+from fxoffload.planner.windows import no_windows
 from fxoffload.runtime.engine import engine_for
 from fxoffload.runtime.tracker.hold_to_budget import HoldToBudget
+from fxoffload.step.choice import Choice
 from tests.allocator import Allocator
 from tests.planner.rehearsal import CPU
+from tests.planner.test_windows import chain
 from tests.support import Stack, assert_equal, batch
 
 DEPTH, LENGTH = 4, 48
@@ -91,7 +103,7 @@ def budget() -> int:
 def test_a_loss_in_eager_that_the_plan_does_not_know(budget: int, left: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its bytes are left free from the next step on, and the plan says so. No bit of a gradient changes. When it needs
     less, the plan uses no more than the rest."""
-    monkeypatch.setattr(graph_budget, "_SLOWER", 1e9)
+    monkeypatch.setattr(PlanOfGraph, "may_be_planned_as_step", False)
     run = Run(activation_budget=budget)
     extra = 16 * KIB
     with held(run):
@@ -122,7 +134,7 @@ def test_a_loss_in_eager_that_the_plan_does_not_know(budget: int, left: int, mon
     assert left <= run.plan.calibrated.outside_bytes <= left + budget // 256
 
 
-def test_a_graph_that_its_correction_makes_slow_is_planned_as_a_step(budget: int) -> None:
+def test_a_graph_with_its_loss_outside_is_planned_as_a_step(budget: int) -> None:
     """What it recomputes was chosen without the bytes around it."""
     run = Run(activation_budget=budget)
     with held(run):
@@ -207,7 +219,7 @@ def test_a_graph_that_was_left_to_inductor_is_told_of_once(budget: int, monkeypa
         run.extra = 16 * KIB
         for _ in range(5):
             run.step()
-    assert max(run.peaks[2:]) <= most
+    assert max(run.peaks[2:]) <= most + 512
 
 
 @pytest.mark.slow
@@ -217,6 +229,51 @@ def test_a_graph_of_inductor_that_fits_is_not_told_of(budget: int) -> None:
         warnings.simplefilter("error")
         for _ in range(4):
             run.step()
+
+
+def test_the_first_step_s_choice_is_judged_from_the_second_step_on() -> None:
+    """Kernels are tuned in the first. What its steps exceed is told from its own prediction."""
+    control, graph, first = control_of_a_chain()
+    assert control.loop is None
+    control.first_step_ended()
+    assert control.loop is not None
+    graph.planned = None
+    assert control.loop is None
+    graph.planned = first[0]
+    control.exceeded(10 * KIB, 1)
+    unused = control._budget - first[1].simulation.peak_bytes
+    assert control.margin_bytes == 10 * KIB + unused + control._spare_bytes
+
+
+def test_what_measurements_explain_of_an_excess_is_not_left_free_too() -> None:
+    control, *_ = control_of_a_chain()
+    control.exceeded(10 * KIB, 1)
+    step, most = control._scheduler.step, control.margin_bytes
+    assert control.with_margin(step).forward[0].outside_bytes == control.margin_bytes <= most
+    larger = replace(step, forward=with_more(step.forward), backward=with_more(step.backward))
+    assert control.with_margin(larger).forward[0].outside_bytes == control.margin_bytes == control._spare_bytes
+
+
+def with_more(segments: tuple[SegmentStep, ...]) -> tuple[SegmentStep, ...]:
+    return tuple(replace(s, temp_bytes=s.temp_bytes + (1 << 30)) for s in segments)
+
+
+def control_of_a_chain() -> tuple[GraphBudget, Any, tuple[Choice, Schedule]]:
+    """A graph that makes the choice of its first step."""
+    step = chain(8, 8 * KIB)
+    scheduler = Scheduler(step, ProfileRates(load_profile("h200")))
+    budget = 40 * KIB
+    plan, first = scheduler.least_time(budget), scheduler.smallest()
+    assert plan is not None
+    choice = Choice(first.offload, first.windows)
+    graph: Any = SimpleNamespace(planned=choice, may_follow=lambda: True)
+    order = range(len(first.offload))
+    least = Choice((True,) * len(order), no_windows(step))
+    planned = PlannedGraph(graph, mock.Mock(), Objective(budget), order, least)
+    control = GraphBudget(planned, scheduler, plan, in_background=False)
+    control._start = lambda: None  # type: ignore[method-assign]
+    control.first_step(choice, first)
+    return control, graph, (choice, first)
 
 
 @pytest.mark.slow
@@ -260,7 +317,9 @@ def test_a_budget_that_is_missed_on_paper_is_tried_where_the_device_tells(
         assert max(run.peaks) <= asked
         assert [str(w.message) for w in caught if "activation_budget" in str(w.message)] == []
         run.extra = 0
-        for _ in range(3):
+        for _ in range(6):
             assert_equal(run.step(), plain)
     (told,) = [str(w.message) for w in caught if "activation_budget" in str(w.message)]
-    assert f"activation_budget={run.peaks[-1] // 512 * 512} can be met" in told
+    named = int(told.split("(")[1].split()[0])
+    assert named == run.plan.predicted.peak_bytes > asked
+    assert run.peaks[-1] <= named

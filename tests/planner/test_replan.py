@@ -32,9 +32,11 @@ from fxoffload.planner.as_measured import as_measured, measured_step, shared
 from fxoffload.planner.objective import Objective
 from fxoffload.planner.plan import NO_GRAPH, Prediction
 from fxoffload.planner.schedule import Schedule, Scheduler
+from fxoffload.planner.windows import no_windows
 from fxoffload.runtime.profiler.step_clock import StepClock
 from fxoffload.runtime.profiler.stream_events import host_events
 from fxoffload.runtime.tracker.outputs import Outputs
+from fxoffload.step.choice import RanCall
 from fxoffload.step.segment_names import TURN
 from tests.capture import example_input
 from tests.planner.test_planning import compiled, middle, new_graphs, plan_of, tower
@@ -272,6 +274,36 @@ def test_a_loss_in_eager_code_is_part_of_the_step() -> None:
     followed.replan.poll()
     measured = sum(ms for of_phase in times(step).values() for ms in of_phase.values())
     assert followed.box.plan.measured_step_ms == pytest.approx(measured + 1.0 + 3.0)
+
+
+def test_a_turn_is_measured_above_what_was_there_in_the_steps_that_ran() -> None:
+    """They moved everything, as before a correction. The plan keeps some of it: that comes on top."""
+    step = chain(8, 8 * MIB)
+    found = []
+    for moves in (False, True):
+        clocks = [FakeClock(times(step)), FakeClock(times(step))]
+        clocks[0].ms["forward"][TURN], clocks[0].turn_peak = 3.0, 400 * MIB
+        followed = Followed(Objective(48 * MIB), clocks, step)
+        every = (moves,) * len(followed.order)
+        clocks[0].signature = RanCall((), every, no_windows(step))
+        followed.replan.poll()
+        assert followed.box.plan.calibrated_baseline is not None
+        found.append(followed.box.plan.calibrated_baseline.peak_bytes)
+    assert found == [400 * MIB, (400 + 64) * MIB]
+
+
+def test_a_turn_that_was_measured_in_the_plan_s_order() -> None:
+    """The graph's candidates are in another order than the step's."""
+    step = chain(8, 8 * MIB)
+    clock = FakeClock(times(step))
+    followed = Followed(Objective(None, 0.02), [clock, clock], step)
+    calibration = followed.replan.calibration
+    assert isinstance(calibration, GraphRecalibration)
+    moved = (True, *(False,) * (len(followed.order) - 1))
+    clock.signature = RanCall((), moved, no_windows(step))
+    offload, windows = calibration._ran(clock)  # type: ignore[arg-type]
+    assert [at for at, go in enumerate(offload) if go] == [followed.order[0]]
+    assert windows == no_windows(step)
 
 
 def test_a_short_turn_is_left_out() -> None:

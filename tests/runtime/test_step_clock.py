@@ -565,6 +565,20 @@ def test_a_record_is_begun_until_one_tells() -> None:
     assert (record.ended, clock.readings().gap_peaks()) == ([True, True], {TURN: 5})
 
 
+def test_each_choice_is_recorded_for_itself() -> None:
+    """The turn's bytes hold for the choice that ran; the readings say which."""
+    device = Device()
+    device.peak = 5000
+    record = Record(1000 + 5)
+    clock = device.clock(count=2, history=record)
+    for signature, peak in (("first", 5), ("then", 7), ("then", 7)):
+        record.peak = 1000 + peak
+        step(device, clock, signature=signature)
+    assert clock.ready() and record.ended == [True, True]
+    readings = clock.readings()
+    assert (readings.signature, readings.gap_peaks()) == ("then", {TURN: 7})
+
+
 def test_without_a_reader_there_are_times_only() -> None:
     device = Device()
     clock = device.clock(count=1, memory=False)
