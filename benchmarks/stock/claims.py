@@ -52,7 +52,6 @@ class _Case:
         name = f"{which}: peak within {peak_error:.0%}, time within {step_error:.0%}"
         errors: dict[str, Any] = {}
         for record in self.plans:
-            plan = record.result.plan
             if which == "predicted" and _loss_is_outside(record):
                 continue
             row = plan_row(record.result)

@@ -24,8 +24,9 @@ log = logging.getLogger(__name__)
 def plan_chain(
     tracked_graphs: Sequence[TrackedGraph], seen: Seen, sizes: Sequence[Sizes] = (), meanwhile: Meanwhile | None = None
 ) -> ChainPlan | None:
-    """The plan of a chain of calls; None where there is nothing to plan: one call of a graph without a plan of its own,
-    or graphs that were compiled with other options.
+    """The plan of a chain of calls; None where there is nothing to plan.
+
+    That is one call of a graph without a plan of its own, or graphs that were compiled with other options.
 
     Args:
         tracked_graphs: of the calls, in the order of their forwards.

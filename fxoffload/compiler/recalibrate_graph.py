@@ -22,6 +22,7 @@ from fxoffload.planner.plan import Decision, Prediction
 from fxoffload.planner.schedule import Schedule, as_inductor
 from fxoffload.planner.simulate import Simulation, simulate
 from fxoffload.planner.steps import TrainingStep
+from fxoffload.planner.windows import no_windows
 from fxoffload.runtime.engine import engine_for
 from fxoffload.runtime.profiler.step_clock import step_clock_for
 from fxoffload.step.choice import Choice, RanCall, Windows
@@ -106,6 +107,16 @@ class GraphRecalibration(Recalibration):
         if self.control is not None:
             step, baseline = self.control.with_margin(step), self.control.baseline_with_margin(baseline)
         return step, baseline
+
+    def recalibrate(self, readings: Readings) -> None:
+        """See ``Recalibration``. The smallest budget has to hold the code between forward and backward too."""
+        super().recalibrate(readings)
+        step = self.scheduler.step
+        every = simulate(
+            step, (True,) * len(step.candidates), copies=self._scheduler.rates, windows=no_windows(step)
+        ).boundaries
+        turn = max((b.peak_bytes for b in every if b.segment == TURN), default=0)
+        self._box.update(smallest_budget_bytes=max(self._box.plan.smallest_budget_bytes, turn))
 
     def _baseline(self, step: TrainingStep, turn: tuple[float, int]) -> Prediction:
         """Of a partition, as plain Inductor runs it."""

@@ -103,9 +103,10 @@ def on_wrong_prediction(plan: Plan) -> Iterator[str]:
 
 def on_less_memory(plan: Plan) -> Iterator[str]:
     """The next smaller budget, where none was asked for."""
-    if plan.activation_budget is not None or not plan.baseline.step_ms:
+    is_part = plan.loss == "outside"  # What runs outside of the graph is known once its steps were measured.
+    if plan.activation_budget is not None or not plan.baseline.step_ms or (is_part and plan.calibrated is None):
         return
-    now = plan.predicted.peak_bytes
+    now = (plan.calibrated if is_part and plan.calibrated is not None else plan.predicted).peak_bytes
     less = [p for p in _frontier(plan) if p.budget_bytes < now and format_bytes(p.budget_bytes) != format_bytes(now)]
     if less:
         p = less[-1]

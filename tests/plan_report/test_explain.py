@@ -186,6 +186,16 @@ def test_what_a_plan_says(changes: dict[str, Any], line: str) -> None:
     assert advice(**changes) == [line]
 
 
+def test_budgets_are_advised_once_the_loss_outside_was_measured() -> None:
+    changes: dict[str, Any] = {"activation_budget": None, "frontier": (FrontierPoint(128 * MIB, 100 * MIB, 126.0),)}
+    less = "less memory"
+    assert [less in line for line in advice(**changes, loss="inside", calibrated=None)] == [True]
+    assert not any(less in line for line in advice(**changes, loss="outside", calibrated=None))
+    now = replace(plan().predicted, peak_bytes=512 * MIB)
+    (line,) = advice(**changes, loss="outside", calibrated=now)
+    assert "instead of 512.0 MiB" in line
+
+
 def test_no_advice_whose_two_numbers_print_the_same() -> None:
     tiny = FrontierPoint(128 * MIB + 1, 100 * MIB, 119.99)
     slow = simulated(down=4.0)

@@ -135,7 +135,7 @@ def test_a_loss_in_eager_that_the_plan_does_not_know(budget: int, left: int, mon
 
 
 def test_a_graph_with_its_loss_outside_is_planned_as_a_step(budget: int) -> None:
-    """What it recomputes was chosen without the bytes around it."""
+    """Its recomputation was chosen without the bytes around it."""
     run = Run(activation_budget=budget)
     with held(run):
         plain = run.step()

@@ -271,6 +271,8 @@ def test_a_loss_in_eager_code_is_part_of_the_step() -> None:
     assert plan.calibrated.step_ms == pytest.approx(before.predicted.step_ms + 3.0)
     assert plan.calibrated_baseline.step_ms == pytest.approx(before.baseline.step_ms + 3.0)
     assert plan.calibrated_baseline.peak_bytes >= 400 * MIB
+    # Without what moves, if everything does: budgets below that are not promised any more.
+    assert plan.smallest_budget_bytes == 400 * MIB - (64 * MIB - before.predicted.bytes_offloaded)
     followed.replan.poll()
     measured = sum(ms for of_phase in times(step).values() for ms in of_phase.values())
     assert followed.box.plan.measured_step_ms == pytest.approx(measured + 1.0 + 3.0)
