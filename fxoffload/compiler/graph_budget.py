@@ -106,8 +106,8 @@ class GraphBudget:
         return self._loop
 
     def with_margin(self, step: TrainingStep) -> TrainingStep:
-        """``step``, which was measured, with the margin left free. The margin shrinks to the bytes of steps that exceeded
-        the budget which the measurements do not explain."""
+        """``step``, which was measured, with the margin left free. Of the bytes of steps that exceeded the budget, the
+        margin keeps those that the measurements do not explain."""
         rates = self._scheduler.rates
         explained = [
             (simulate(step, ran.offload, copies=rates, windows=ran.windows).peak_bytes, peak)
