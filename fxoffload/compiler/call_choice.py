@@ -15,7 +15,7 @@ from fxoffload.runtime.tracker.tracked_graph import TrackedGraph
 from fxoffload.runtime.variant import Variants
 from fxoffload.step.choice import Choice
 
-JOINED = "; since then planned with all of its step"
+JOINED = "; since then planned together with all of its step"
 # After as many calls that follow a plan for their step, the graph's own plan is not measured again.
 _FOR_GOOD = 20
 

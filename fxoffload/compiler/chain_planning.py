@@ -375,8 +375,9 @@ class ChainPlanning:
             self._warn_of_the_budget(
                 "least",
                 f"expected an activation_budget of at least {format_bytes(least)} ({least} bytes) for a step of "
-                f"{len(self.descriptions)} calls of compiled graphs{self._of_sizes}, found {format_bytes(budget)}; the "
-                "step takes the least that was found. Raise the budget, or make the batch smaller",
+                f"{_counted(len(self.descriptions), 'call')} of compiled graphs{self._of_sizes}, found "
+                f"{format_bytes(budget)}; the step takes the least that was found. Raise the budget, or make the batch "
+                "smaller",
             )
             self._say(f"no plan fits into {format_bytes(budget)}; the least peak found", found)
             return found
@@ -570,7 +571,7 @@ class ChainPlanning:
     @property
     def _over(self) -> str:
         calls, graphs = len(self.descriptions), len({id(d.graph) for d in self.descriptions})
-        return f"over {calls} call{'s'[: calls > 1]} of {graphs} graph{'s'[: graphs > 1]}{self._of_sizes}"
+        return f"over {_counted(calls, 'call')} of {_counted(graphs, 'graph')}{self._of_sizes}"
 
     def describe(self, schedule: Schedule) -> Plan:
         """The plan as users see it."""
@@ -590,7 +591,7 @@ class ChainPlanning:
             predicted=Prediction.of(schedule.simulation),
             baseline=Prediction.of(self.baseline),
             checkpointing=None if self.checkpointing is None else Prediction.of(self.checkpointing),
-            smallest_budget_bytes=min(smallest.values()),
+            smallest_budget_bytes=min(smallest.values()) + around_bytes(self.device),
             decisions=self.decisions(schedule),
             floors=tuple(floors_of(self.chain.step, schedule.simulation, _GRADIENTS)),
             between_steps_ms=None if self._between is None else self._between.least_ms(),
@@ -627,6 +628,10 @@ class ChainPlanning:
             stays = {n.name for c in saved.candidates for n in c.nodes} | {s.name for s in saved.skipped}
             reason = recompute_reason(self.chain.step.compute_ms - self.plain.chain.step.compute_ms)
             yield from recomputed_rows(self._saved(self.plain, call).candidates, stays, lambda _: label, reason)
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _by_name(choice: ChainChoice, call: int, schedule: Schedule) -> dict[str, bool]:

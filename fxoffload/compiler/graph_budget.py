@@ -4,8 +4,9 @@ A plan is exceeded by eager code around the graph (a loss, hooks), or by a worki
 place in the step is unknown, so the excess counts in every segment. Keep, offload and windows are recomputed; nothing
 is compiled. Until that is done, everything is offloaded, with nothing in flight while a segment computes.
 
-What takes the bytes around a graph that does not return its loss is as large as its logits, or larger. What the graph
-recomputes was chosen without it. So it is planned anew as a step of one call, with that code, and with variants.
+Eager code around a graph that does not return its loss takes at least the bytes of its logits. The graph's
+recomputation was chosen without them. So where its sizes are fixed, it is planned anew as a step of one call, with that
+code, and with variants.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class GraphBudget:
 
     Attributes:
         margin_bytes: that are left free by now.
+        has_ended: whether the graph is planned as a step from now on.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class GraphBudget:
     ) -> None:
         assert planned.objective.budget_bytes is not None
         self.margin_bytes = 0
+        self.has_ended = False
         self._planned = planned
         self._budget: int = planned.objective.budget_bytes
         self._scheduler, self._schedule = scheduler, schedule
@@ -90,7 +93,7 @@ class GraphBudget:
         self._loop = BudgetLoop(self._budget)
         self._first: tuple[Choice, Schedule] | None = None
         self._judges_first = False
-        self._exceeded: list[tuple[Schedule, int]] = []  # schedules that were, and the peaks of those steps
+        self._exceeded: list[tuple[Schedule, int]] = []  # exceeded schedules, with the peaks of their steps
 
     @property
     def loop(self) -> BudgetLoop | None:
@@ -108,17 +111,17 @@ class GraphBudget:
     def with_margin(self, step: TrainingStep) -> TrainingStep:
         """``step``, which was measured, with the margin left free. Of the bytes of steps that exceeded the budget, the
         margin keeps those that the measurements do not explain."""
-        rates = self._scheduler.rates
-        explained = [
-            (simulate(step, ran.offload, copies=rates, windows=ran.windows).peak_bytes, peak)
-            for ran, peak in self._exceeded
-        ]
+        # Of other sizes nothing was measured.
+        exceeded = [] if self._planned.by_size is not None else list(self._exceeded)
+        unexplained = max((peak - self._peak_of(step, ran) for ran, peak in exceeded), default=0)
         with self._lock:
-            if explained:
-                unexplained = max(peak - simulated for simulated, peak in explained)
+            if exceeded and len(exceeded) == len(self._exceeded):
                 self.margin_bytes = min(self.margin_bytes, max(unexplained, 0) + self._spare_bytes)
             self._told_bytes = self.margin_bytes
             return _raised(step, self.margin_bytes)
+
+    def _peak_of(self, step: TrainingStep, ran: Schedule) -> int:
+        return simulate(step, ran.offload, copies=self._scheduler.rates, windows=ran.windows).peak_bytes
 
     def baseline_with_margin(self, baseline: Prediction) -> Prediction:
         """Plain Inductor's step with the margin."""
@@ -146,6 +149,7 @@ class GraphBudget:
     def exceeded(self, excess_bytes: int, num_corrections: int) -> None:
         """See ``BudgetControl``."""
         if self._planned.plan_as_step():
+            self.has_ended = True
             self._planned.graph.planned = self._planned.least
             return
         # Not what a first plan may take: what libraries allocate in the first step was there before the others began.

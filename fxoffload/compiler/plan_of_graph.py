@@ -40,7 +40,6 @@ from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.windows import no_windows
 from fxoffload.runtime.engine import Budgets, engine_for
-from fxoffload.runtime.tracker.tracked_graph import TrackedGraph
 from fxoffload.step.choice import Choice
 
 # Most calls that follow the first step's schedule, where no calibration comes that would count the outputs.
@@ -219,7 +218,7 @@ class PlanOfGraph:
             Choice(state.actions["auto"], no_windows(planning.partitioning.step)),
             by_size=calls.by_size,
             pin=lambda more: engine.pin(engine.arena.reserved_bytes + more, budgets),
-            plan_as_step=partial(_plan_as_step, weakref.ref(calls.tracked), self.may_be_planned_as_step),
+            plan_as_step=partial(_plan_as_step, weakref.ref(calls), self.may_be_planned_as_step),
         )
         in_background = self._device.type == "cuda"
         control = GraphBudget(found, planning.scheduler, planning.schedule, in_background=in_background)
@@ -327,6 +326,11 @@ class PlanOfGraph:
         return backward_ended
 
 
-def _plan_as_step(graph: weakref.ref[TrackedGraph], may_be: bool) -> bool:
-    tracked = graph()
-    return may_be and tracked is not None and tracked.own_plan is not None and tracked.own_plan.as_step()
+def _plan_as_step(graph: weakref.ref[CallChoice], may_be: bool) -> bool:
+    calls = graph()
+    own = None if calls is None else calls.tracked.own_plan
+    if calls is None or own is None or not may_be or not own.as_step():
+        return False
+    if calls.replan is not None:
+        calls.replan.stop()  # Until it is planned, its calls do not follow its own plan.
+    return True

@@ -17,7 +17,7 @@ from fxoffload.compiler.choices import Choices
 from fxoffload.compiler.explain import checkpointed_decisions, describe_plan
 from fxoffload.compiler.partitioning import Partition, Partitioning, PartitionSettings, make_partitioning
 from fxoffload.compiler.recompute_search import RecomputeSearch, Try, fastest, smallest
-from fxoffload.compiler.returned import loss_of, returned_by
+from fxoffload.compiler.returned import loss_of
 from fxoffload.errors import BudgetError
 from fxoffload.machine.estimate_error import describe_error
 from fxoffload.passes.checkpointed import clear_checkpointing, num_checkpointed
@@ -47,9 +47,6 @@ WORTH = 0.05
 # of the least peak is not refused on paper, if the device reports the memory that steps take.
 TELLING_DEVICE_TYPES = ("cuda",)
 _TOO_LARGE = 0.25
-# A loss in eager code took 3.9 times the bytes of the logits that it is made of (RL, Qwen3, H200, 2026-11-29). A graph
-# that leaves less than this many times the bytes of its outputs to such code is cut, so that it can be corrected.
-_AROUND_OUTPUTS = 8
 # Points of a frontier that is drawn, and of a plan that is to be compiled: its own and plain Inductor's. Each of the
 # others is planned for, which takes seconds.
 DRAWN_POINTS = 7
@@ -70,6 +67,7 @@ class GraphPlanning:
             there is none, or it is obeyed.
         checkpointing: the cost of activation checkpointing that is obeyed, in words; "" where there is none.
         describe_plain: the plan that does nothing, with a given summary; None: it is that one, or must not be.
+        library_bytes: the part of the budget that libraries take.
     """
 
     partitioning: Partitioning
@@ -82,6 +80,7 @@ class GraphPlanning:
     checkpointed: Partitioning | None = None
     checkpointing: str = ""
     describe_plain: Callable[[str], Plan] | None = None
+    library_bytes: int = 0
 
     @property
     def loss(self) -> Loss:
@@ -169,7 +168,7 @@ class Planning:
             planned = self._in_place_of(self.checkpointed)
         if planned is None:
             return None
-        planned = replace(planned, objective=self.objective)
+        planned = replace(planned, objective=self.objective, library_bytes=self.library_bytes)
         return self._with_obeyed(planned) if num_checkpointed(self.joint) else planned
 
     def _in_place_of(self, checkpointed: fx.GraphModule) -> GraphPlanning | None:
@@ -236,7 +235,7 @@ class Planning:
                 f"plain Inductor needs {format_bytes(baseline.peak_bytes)}, which is within {within} of "
                 f"{format_bytes(budget)}"
             )
-            if baseline.peak_bytes + self._around_bytes(base) <= limit:
+            if self.objective.is_checkpointing or loss_of([base.forward_state]) == "inside":
                 return self._nothing(base, baseline, f"{fits}: nothing is done", search)
             kept = self._finish(Try(base, first, first.least_time(limit), limit), base, baseline, search)
             summary = f"{fits}; layers are cut, so that they can give way to the loss, which is outside of the graph"
@@ -252,12 +251,6 @@ class Planning:
             if not self._tries or self.limit_bytes is None or (1 - _TOO_LARGE) * least > self.limit_bytes:
                 raise self._too_small(_simulation(best), baseline)
         return self._finish(best, base, baseline, search)
-
-    def _around_bytes(self, base: Partitioning) -> int:
-        """Most that a loss which the graph does not return takes of the user's budget."""
-        if self.objective.is_checkpointing or loss_of([base.forward_state]) == "inside":
-            return 0
-        return _AROUND_OUTPUTS * sum(item.nbytes for item in returned_by(base.forward_state))
 
     # -- partitionings -------------------------------------------------------------------------------------------------
 

@@ -110,12 +110,14 @@ class GraphRecalibration(Recalibration):
 
     def recalibrate(self, readings: Readings) -> None:
         """See ``Recalibration``. The smallest budget has to hold the code between forward and backward too."""
+        if self.control is not None and self.control.has_ended:
+            return
         super().recalibrate(readings)
         step = self.scheduler.step
         every = simulate(
             step, (True,) * len(step.candidates), copies=self._scheduler.rates, windows=no_windows(step)
         ).boundaries
-        turn = max((b.peak_bytes for b in every if b.segment == TURN), default=0)
+        turn = max((b.peak_bytes + self._planned.library_bytes for b in every if b.segment == TURN), default=0)
         self._box.update(smallest_budget_bytes=max(self._box.plan.smallest_budget_bytes, turn))
 
     def _baseline(self, step: TrainingStep, turn: tuple[float, int]) -> Prediction:
@@ -158,7 +160,13 @@ class GraphRecalibration(Recalibration):
 
     def follow(self, found: Schedule) -> None:
         """See ``Recalibration``."""
-        self._graph.planned = self._choice_of(found)
+        if self.control is None or not self.control.has_ended:
+            self._graph.planned = self._choice_of(found)
+
+    def warn(self, message: str) -> None:
+        """See ``Recalibration``."""
+        if self.control is None or not self.control.has_ended:
+            super().warn(message)
 
     def _choice_of(self, found: Schedule) -> Choice:
         return Choice(tuple(found.offload[i] for i in self._order), found.windows)

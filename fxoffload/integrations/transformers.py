@@ -15,7 +15,7 @@ import torch
 from fxoffload.errors import OptionsError, UnsupportedError
 from fxoffload.options import Options
 from fxoffload.torch_private.compiled_code import is_optimized_module
-from fxoffload.torch_private.transformers import drop_input_hooks
+from fxoffload.torch_private.transformers import drop_input_hooks as drop_input_hooks
 
 try:
     from transformers import TrainerControl, TrainerState, TrainingArguments
@@ -71,8 +71,8 @@ class OffloadCallback(AddsToLogs):
     for options that are not accepted. A second ``train()`` on the same model compiles nothing;
     other options compile it again.
 
-    With gradient checkpointing that is not reentrant (the default), hooks go that have embeddings return values that
-    require gradients: with LoRA, they would break the graph. No gradient changes.
+    With gradient checkpointing that is not reentrant (the default), it removes the hooks that make embeddings' outputs
+    require gradients (``drop_input_hooks``). With LoRA they would break the graph. No gradient changes.
 
     It adds to the logs of training steps, and so to W&B, TensorBoard and the like. Averages for one step since the last
     log: ``fxoffload/offloaded_gib``, ``fxoffload/reloaded_gib``, ``fxoffload/exposed_ms``. As they are then:
@@ -111,6 +111,11 @@ class OffloadCallback(AddsToLogs):
         self._end_logging = put_first(self._add)
 
     def _compile(self, args: TrainingArguments, model: torch.nn.Module) -> None:
+        if drop_input_hooks(model):
+            log.info(
+                "removed the hook by which gradient checkpointing makes embeddings' outputs require gradients: "
+                "checkpoints that are not reentrant do without, and it breaks compiled graphs of frozen embeddings"
+            )
         key = self.options.cache_key()
         if _compiled.get(model) == key:
             return
@@ -121,11 +126,6 @@ class OffloadCallback(AddsToLogs):
                 f"the Trainer would spread the model over {args.n_gpu} GPUs with DataParallel, "
                 "which cannot replicate a model compiled in place; start one process per GPU with "
                 "torchrun or accelerate launch, or show it one GPU with CUDA_VISIBLE_DEVICES=0"
-            )
-        if drop_input_hooks(model):
-            log.info(
-                "removed the hook by which gradient checkpointing has embeddings return values that require gradients: "
-                "checkpoints that are not reentrant do without, and it breaks compiled graphs of frozen embeddings"
             )
         model.compile(backend="fxoffload", options=self.options)
         _compiled[model] = key

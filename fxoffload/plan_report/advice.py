@@ -107,7 +107,8 @@ def on_less_memory(plan: Plan) -> Iterator[str]:
     if plan.activation_budget is not None or not plan.baseline.step_ms or (is_part and plan.calibrated is None):
         return
     now = (plan.calibrated if is_part and plan.calibrated is not None else plan.predicted).peak_bytes
-    less = [p for p in _frontier(plan) if p.budget_bytes < now and format_bytes(p.budget_bytes) != format_bytes(now)]
+    frontier = () if is_part else _frontier(plan)  # of the graph alone
+    less = [p for p in frontier if p.budget_bytes < now and format_bytes(p.budget_bytes) != format_bytes(now)]
     if less:
         p = less[-1]
         slower = 100 * (p.step_ms / plan.baseline.step_ms - 1)

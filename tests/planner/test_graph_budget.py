@@ -202,7 +202,7 @@ def test_a_graph_that_was_left_to_inductor_is_told_of_once(budget: int, monkeypa
         run.step()
     most = run.plan.predicted.peak_bytes
     torch.compiler.reset()
-    monkeypatch.setattr(planning, "_AROUND_OUTPUTS", 0)
+    monkeypatch.setattr(planning, "loss_of", lambda states: "inside")
     run = Run(activation_budget=most)
     with held(run), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

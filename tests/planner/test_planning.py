@@ -199,7 +199,7 @@ def recorded(name: str) -> Recorded:
 
 
 @pytest.mark.slow
-def test_budgets() -> None:
+def test_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every budget from the smallest to what plain Inductor takes is kept, and a larger one is never slower."""
     found = recorded("tower")
     error = found.smallest()
@@ -224,7 +224,8 @@ def test_budgets() -> None:
     assert kept.schedule is not None and not any(kept.schedule.offload), "the loss may take the rest"
     assert "give way to the loss" in kept.plan.summary
     assert kept.plan.predicted == baseline
-    plain = found.plan(2 * baseline.peak_bytes)
+    monkeypatch.setattr(planning, "loss_of", lambda states: "inside")
+    plain = found.plan_anew(baseline.peak_bytes)
     assert plain.schedule is None
     assert "nothing is done" in plain.plan.summary
     assert plain.plan.predicted == baseline
@@ -490,7 +491,9 @@ def test_the_schedule_of_the_first_step_holds_outputs_where_it_can() -> None:
     assert planning.schedule_of_first_step(scheduler, 1) == scheduler.smallest()
 
 
-def test_nothing_is_done_where_plain_inductor_will_do() -> None:
+def test_nothing_is_done_where_plain_inductor_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the loss in the graph: else it may take the rest of the budget."""
+    monkeypatch.setattr(planning, "loss_of", lambda states: "inside")
     model = tower()
     run = scenario(model, compiled(model, activation_budget="1GiB"))
     found = run()

@@ -62,6 +62,24 @@ class Time:
         return step
 
 
+def test_a_chain_of_one_call_has_a_turn() -> None:
+    """Its segments are the chain's, and what lies between its forward and its backward is timed."""
+    time = Time()
+    clock = time.clock(1)
+    step = clock.begin_step()
+    assert step is not None
+    time.call(step, "forward", 0, {"a": 1.0, "b": 2.0})
+    time.now += 5.0
+    time.call(step, "backward", 0, {"a": 4.0})
+    step.end()
+    assert clock.ready()
+    assert clock.readings().segment_ms() == {
+        "forward": {"call 0/entry": 0.0, "call 0/a": 1.0, "call 0/b": 2.0, TURN: 5.0},
+        "backward": {"call 0/a": 4.0},
+    }
+    assert clock.readings().step_ms() == {"forward": 8.0, "backward": 4.0}
+
+
 def test_names() -> None:
     assert entry_of("forward", 3) == "call 3/entry"
     assert entry_of("backward", 3) == "call 3/backward entry"

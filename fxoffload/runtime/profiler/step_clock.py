@@ -60,7 +60,7 @@ class StepRecording:
 
     Args:
         sources: the sources that its recorders read.
-        num_calls: of the step.
+        num_calls: of the chain; None: the step of a graph with a plan of its own, whose segments no call names.
         ended: called by ``end`` with a step that counts.
         failed: called with the error that kept a call from being measured.
         signature: steps with different ones are kept apart (sizes; a policy's decisions).
@@ -77,7 +77,7 @@ class StepRecording:
     def __init__(
         self,
         sources: Sources,
-        num_calls: int,
+        num_calls: int | None,
         ended: Callable[[StepRecording], None],
         failed: Callable[[Exception], None],
         *,
@@ -93,7 +93,7 @@ class StepRecording:
         self.only_gaps = only_gaps
         self.history = history
         self._sources = sources
-        self._num_calls = num_calls
+        self._is_chain, self._num_calls = num_calls is not None, num_calls or 1
         self._ended = ended
         self._failed = failed
         self._recorders: list[Recorder] = []
@@ -127,7 +127,7 @@ class StepRecording:
             self.drop()
             return None
         earlier = self._recorders[-1] if at else None
-        if at == self._num_calls == 1:
+        if at == 1 and not self._is_chain:
             self._has_turn = self._num_begun is not None and self._sources.num_begun() == self._num_begun
         try:
             self._see_first()
@@ -214,7 +214,7 @@ class StepRecording:
         """The empty segment before a call; None: there is none."""
         if at == self._num_calls:
             return TURN if self._has_turn else None
-        if self._num_calls == 1:
+        if not self._is_chain:
             return None
         return entry_of("forward" if at < self._num_calls else "backward", self._call_at(at))
 
@@ -225,7 +225,7 @@ class StepRecording:
         """Put a call's segments into those of its phase, where it begins at ``begins_ms``, and the peak so far."""
 
         def named(values: dict[str, Any]) -> dict[str, Any]:
-            if self._num_calls == 1:
+            if not self._is_chain:
                 return values
             return {segment_of(self._call_at(at), name): value for name, value in values.items()}
 
@@ -243,7 +243,7 @@ class StepClock:
     under CUDA graph capture. It holds no step that has not ended.
 
     Args:
-        num_calls: of the step.
+        num_calls: see ``StepRecording``.
         skip: steps that are not measured.
         count: steps with the same signature that are enough. It gives up after four times as many.
         events: see ``cuda_events`` and ``host_events``.
@@ -259,7 +259,7 @@ class StepClock:
 
     def __init__(
         self,
-        num_calls: int = 1,
+        num_calls: int | None = None,
         *,
         skip: int = 1,
         count: int = 3,
@@ -271,7 +271,7 @@ class StepClock:
         history: Callable[[], AllocatorHistory | None] | None = None,
         num_begun: Callable[[], int | None] = lambda: None,
     ) -> None:
-        if num_calls < 1 or skip < 0 or count < 1:
+        if (num_calls is not None and num_calls < 1) or skip < 0 or count < 1:
             raise ValueError(
                 f"expected calls, skip of 0 or more and count of 1 or more, found {num_calls}, {skip} and {count}"
             )
@@ -306,7 +306,7 @@ class StepClock:
             self._seen += 1
             if not self._sources.events.usable():
                 return None
-            is_warm = self._num_calls > 1  # Steps ran before it was planned: see [Note: Gaps].
+            is_warm = self._num_calls is not None  # Steps ran before it was planned: see [Note: Gaps].
             is_skipped = self._seen <= self._skip
             if is_skipped and not (is_warm and self._sources.memory is not None):
                 return None
@@ -333,7 +333,7 @@ class StepClock:
     def _is_next(self) -> bool:
         """Whether no forward of another graph was between the last step of a graph and the forward that begins now."""
         before = self._num_begun
-        return self._num_calls > 1 or (before is not None and self._sources.num_begun() == before + 1)
+        return self._num_calls is not None or (before is not None and self._sources.num_begun() == before + 1)
 
     def _end_history(self) -> None:
         """For a step that was abandoned."""
@@ -401,7 +401,9 @@ class StepClock:
             return Readings(samples, tuple(self._gaps), signature)
 
 
-def step_clock_for(device: torch.device, num_calls: int = 1, *, records: bool = True, **about: Any) -> StepClock:
+def step_clock_for(
+    device: torch.device, num_calls: int | None = None, *, records: bool = True, **about: Any
+) -> StepClock:
     """A clock for graphs that run on ``device``. ``records``: whether it may record the allocator's events. ``about``:
     further arguments of ``StepClock``."""
     if device.type == "cuda" and torch.cuda.is_available():

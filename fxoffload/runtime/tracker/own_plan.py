@@ -3,7 +3,8 @@
 Where a model has graph breaks, or DDP cuts it into buckets, a step runs several graphs of several layers each. Once
 they are seen in one step, the graphs that were cut into segments are planned together, like layers that are compiled
 each on its own. With a budget of the user's, they are not where their plans fit into it side by side. A graph that
-fits into it alone is plain Inductor's. Nothing of it can move: a warning says so.
+fits into it alone, its loss included, is plain Inductor's. Nothing of it can move: a warning says so. One whose loss is
+outside is planned as a step when it exceeds its budget (``OwnPlan.as_step``).
 """
 
 from __future__ import annotations

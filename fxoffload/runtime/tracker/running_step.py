@@ -247,7 +247,8 @@ class RunningStep:
         self.plan = None
         self.edges.clear()
         self.live_bytes.drop()
-        self.drop_peak()
+        if self.peak is None:  # Else it was complete: a second backward through its graph takes no more.
+            self.drop_peak()
         self.end_recording()
 
     def complete(self) -> None:

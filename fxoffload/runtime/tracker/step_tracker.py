@@ -618,9 +618,10 @@ class StepTracker:
         chain, known = first.chains.get(step.sizes), first.chains.known
         if step.began not in (StepState.FOLLOWING, StepState.MEASURING):
             self._plan_if_seen_twice(first, step)
-            if step.began is StepState.OBSERVING and step.has_several and first.chains.gives_up:
+            is_planned = step.has_several or first.own_plan is not None
+            if step.began is StepState.OBSERVING and is_planned and first.chains.gives_up:
                 first.gives_up()
-            if self._hold is not None and chain is not None and step.is_regular:
+            if self._hold is not None and chain is not None and (step.is_regular or step.peak is not None):
                 self._hold.judge(first, chain, step)
         elif chain is None or (step.keeps and not step.is_regular):
             return  # forgotten meanwhile; or under override_policy("keep_all"), which says nothing of later steps
