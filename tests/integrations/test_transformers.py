@@ -155,7 +155,7 @@ def test_what_cannot_work_is_refused() -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("twice", [False, True])
 def test_hooks_that_frozen_embeddings_do_not_need_are_removed(reentrant: bool, twice: bool) -> None:
-    """PEFT and the Trainer each add one. With it the model is two graphs; without it gradients are the same."""
+    """PEFT and the Trainer each add one. Without them gradients are the same."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
     model = peft.get_peft_model(make_model(), config).train()
@@ -180,12 +180,29 @@ def test_hooks_that_frozen_embeddings_do_not_need_are_removed(reentrant: bool, t
 
 
 def test_the_callback_removes_them() -> None:
+    """Before each training: the Trainer adds them each time."""
     model = make_model()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    embeddings = model.get_input_embeddings()
-    assert embeddings._forward_hooks
-    OffloadCallback(**CPU_OPTIONS)._compile(SimpleNamespace(torch_compile=False, n_gpu=0), model)  # type: ignore[arg-type]
-    assert not embeddings._forward_hooks
+    args: Any = SimpleNamespace(torch_compile=False, n_gpu=0)
+    for _ in range(2):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        embeddings = model.get_input_embeddings()
+        assert embeddings._forward_hooks
+        OffloadCallback(**CPU_OPTIONS)._compile(args, model)
+        assert not embeddings._forward_hooks
+
+
+def test_a_hook_that_goes_leaves_one_graph() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = peft.get_peft_model(make_model(), config).train()
+    model.gradient_checkpointing_enable()
+    tokens = RandomTokens()[0]["input_ids"][None]
+    counts = []
+    for _ in range(2):
+        torch.compiler.reset()
+        counts.append(torch._dynamo.explain(model)(input_ids=tokens, labels=tokens).graph_count)
+        drop_input_hooks(model)
+    assert counts[0] > counts[1] == 1
 
 
 def test_without_checkpointing_a_hook_is_the_user_s() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -29,8 +29,10 @@ from fxoffload.planner.windows import no_windows
 from fxoffload.runtime.engine import engine_for
 from fxoffload.runtime.tracker.hold_to_budget import HoldToBudget
 from fxoffload.step.choice import Choice
+from fxoffload.step.segment_names import lies_between
 from tests.allocator import Allocator
 from tests.planner.rehearsal import CPU
+from tests.planner.test_chain_replan import measured
 from tests.planner.test_windows import chain
 from tests.support import Stack, assert_equal, batch
 
@@ -59,6 +61,7 @@ class Run:
         options = {"device_types": ("cpu",), "inner": "aot_eager", "min_bytes": 1, "profile": "h200", **changes}
         self.call = torch.compile(self.model, backend="fxoffload", options=options)
         self.extra = 0
+        self.loss: Callable[[], None] = lambda: None
         self.peaks: list[int] = []
         self._before = before
 
@@ -66,7 +69,8 @@ class Run:
     def plan(self) -> fxoffload.Plan:
         return [p for p in fxoffload.plans() if p.graph not in self._before][-1]
 
-    def step(self) -> dict[str, Tensor]:
+    def step(self, *, twice: bool = False) -> dict[str, Tensor]:
+        """``twice``: a second backward goes through the same graph."""
         self.model.zero_grad()
         offloaded = fxoffload.stats().bytes_offloaded
         loss = self.call(batch(length=LENGTH)).square().mean()
@@ -76,7 +80,10 @@ class Run:
         graphs = newest.peak_bytes - newest.outside_bytes - max(moved - newest.bytes_offloaded, 0)
         self.allocator.pass_by(graphs // 512 * 512 + self.extra)
         self.peaks.append(graphs + self.extra)
-        loss.backward()
+        self.loss()
+        loss.backward(retain_graph=twice)
+        if twice:
+            loss.backward()
         return {n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None}
 
 
@@ -146,6 +153,41 @@ def test_a_graph_with_its_loss_outside_is_planned_as_a_step(budget: int) -> None
     step = run.plan
     assert step.graph != own.graph and step.label == "a step over 1 call of 1 graph"
     assert step.predicted.outside_bytes > 0 and max(run.peaks[6:]) <= budget + 512, "pages of the allocator"
+
+
+def test_the_step_of_one_call_is_measured_with_its_loss(budget: int) -> None:
+    """A reading is a millisecond after the last one, and the loss takes twenty."""
+    run = Run(activation_budget=budget)
+    with held(run), measured(1.0) as time:
+        plain = run.step()
+        run.extra = 16 * KIB
+        run.loss = lambda: setattr(time, "now", time.now + 20.0)
+        while run.plan.calibrated is None:
+            assert len(run.peaks) < 16
+            assert_equal(run.step(), plain)
+    plan = run.plan
+    assert plan.label == "a step over 1 call of 1 graph" and plan.calibrated is not None
+    assert 20.0 <= plan.calibrated.outside_ms <= 24.0
+    segments = [b for b in plan.boundaries if not lies_between(b.segment)]
+    assert plan.calibrated.step_ms - plan.calibrated.exposed_ms == pytest.approx(
+        len(segments) + plan.calibrated.outside_ms
+    )
+
+
+@pytest.mark.slow
+def test_a_second_backward_does_not_hide_that_a_budget_is_exceeded(budget: int) -> None:
+    """``retain_graph``: the step is none that can be planned, and its first backward has told."""
+    run = Run(activation_budget=budget)
+    with held(run):
+        run.step()
+        run.extra = 16 * KIB
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(20):
+                run.step(twice=True)
+    assert run.plan.summary.startswith("the fastest plan found within")
+    (told,) = [str(w.message) for w in caught if "activation_budget" in str(w.message)]
+    assert "found steps that change too often" in told
 
 
 @pytest.mark.slow
