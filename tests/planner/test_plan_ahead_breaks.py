@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch._dynamo import eval_frame
 
 import fxoffload
+from fxoffload.compiler import planning
 from fxoffload.compiler.plan_ahead import plan
 from fxoffload.errors import BudgetError, UnsupportedError
 from fxoffload.plan_report.plan import Plan
@@ -125,8 +126,9 @@ def test_within_a_budget_graphs_are_planned_together() -> None:
     assert caught.value.smallest_bytes > 70_000
 
 
-def test_a_graph_without_layers_offloads_what_it_saves() -> None:
-    """As it would in training, where the other graph is left to Inductor."""
+def test_a_graph_without_layers_offloads_what_it_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it would in training, where the other graph is left to Inductor: it has its loss."""
+    monkeypatch.setattr(planning, "loss_of", lambda states: "inside")
     options = {**SMALL, "max_slowdown": None, "activation_budget": "1GiB"}
     found = plan(Towers(Tower(1)), example_args=(example_input(),), **options)
     assert "each graph keeps its own plan, 1 of 2 calls have none and offload what they save" in found.summary
@@ -136,8 +138,16 @@ def test_a_graph_without_layers_offloads_what_it_saves() -> None:
     assert actions == {False: {"keep"}, True: {"offload"}}
 
 
+def test_a_graph_without_layers_is_planned_with_one_that_fits() -> None:
+    """The loss of that one is outside of it: it is cut, and so they are planned together."""
+    options = {**SMALL, "max_slowdown": None, "activation_budget": "1GiB"}
+    found = plan(Towers(Tower(1)), example_args=(example_input(),), **options)
+    assert {decision.action for decision in found.decisions} == {"keep"}
+
+
 @pytest.mark.slow
-def test_graphs_that_fit_alone_but_not_together_are_told() -> None:
+def test_graphs_that_fit_alone_but_not_together_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "loss_of", lambda states: "inside")
     with pytest.warns(UserWarning, match="each of its graphs fits into the budget alone"):
         found = plan(Towers(), example_args=(example_input(),), activation_budget="90KiB", **SMALL)
     assert found.predicted_peak_bytes > 90 << 10
