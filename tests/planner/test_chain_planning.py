@@ -657,7 +657,9 @@ def test_a_budget_that_everything_fits_into_moves_nothing() -> None:
 
 
 @pytest.mark.slow
-def test_a_budget_that_nothing_fits_into_warns_once_and_takes_the_least() -> None:
+def test_a_budget_that_nothing_fits_into_warns_once_and_takes_the_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    around = 512
+    monkeypatch.setattr(chain_planning, "around_bytes", lambda device: around)
     run = recorded(MODELS["stack"], activation_budget=1)
     with pytest.warns(UserWarning, match="expected an activation_budget of at least"):
         run.step()
@@ -665,7 +667,7 @@ def test_a_budget_that_nothing_fits_into_warns_once_and_takes_the_least() -> Non
         warnings.simplefilter("error")
         run.step()
     (plan,) = new_plans()
-    assert plan.predicted_peak_bytes == plan.smallest_budget_bytes
+    assert plan.predicted_peak_bytes + around == plan.smallest_budget_bytes
     assert plan.predicted_peak_bytes < plan.baseline_peak_bytes
 
 

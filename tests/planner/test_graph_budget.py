@@ -18,7 +18,7 @@ from torch import Tensor
 import fxoffload
 from fxoffload.compiler import planning
 from fxoffload.compiler.graph_budget import GraphBudget, PlannedGraph
-from fxoffload.compiler.plan_of_graph import PlanOfGraph
+from fxoffload.compiler.plan_of_graph import PlanOfGraph, _plan_as_step
 from fxoffload.errors import BudgetError
 from fxoffload.machine.shelf import load_profile
 from fxoffload.planner import SegmentStep
@@ -28,6 +28,7 @@ from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.windows import no_windows
 from fxoffload.runtime.engine import engine_for
 from fxoffload.runtime.tracker.hold_to_budget import HoldToBudget
+from fxoffload.runtime.tracker.own_plan import OwnPlan
 from fxoffload.step.choice import Choice
 from fxoffload.step.segment_names import lies_between
 from tests.allocator import Allocator
@@ -172,6 +173,15 @@ def test_the_step_of_one_call_is_measured_with_its_loss(budget: int) -> None:
     assert plan.calibrated.step_ms - plan.calibrated.exposed_ms == pytest.approx(
         len(segments) + plan.calibrated.outside_ms
     )
+
+
+@pytest.mark.parametrize("may_be", [False, True])
+def test_a_graph_that_is_planned_as_a_step_is_measured_no_more(may_be: bool) -> None:
+    own, replan = OwnPlan(1, 1, mock.Mock()), mock.Mock()
+    graph: Any = lambda: SimpleNamespace(tracked=SimpleNamespace(own_plan=own), replan=replan)  # noqa: E731
+    assert [_plan_as_step(graph, may_be) for _ in range(2)] == [may_be, False]
+    assert replan.stop.call_count == own.join.call_count == may_be  # type: ignore[union-attr]
+    assert not _plan_as_step(lambda: None, may_be)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

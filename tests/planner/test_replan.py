@@ -308,6 +308,29 @@ def test_a_turn_that_was_measured_in_the_plan_s_order() -> None:
     assert windows == no_windows(step)
 
 
+def test_a_graph_that_is_planned_as_a_step_is_not_planned_again() -> None:
+    """Until then everything moves; its own plan, which may fit nothing, is told of no more."""
+    step = chain(8, 8 * MIB)
+    tight = Scheduler(step, rates()).smallest().simulation.peak_bytes
+    for has_ended in (False, True):
+        clock = FakeClock(times(step))
+        clock.ms["forward"][TURN], clock.turn_peak = 3.0, 400 * MIB
+        followed = Followed(Objective(tight), [clock, clock], step)
+        calibration = followed.replan.calibration
+        assert isinstance(calibration, GraphRecalibration)
+        control: Any = SimpleNamespace(has_ended=has_ended, schedule=followed.schedule)
+        control.with_margin = control.baseline_with_margin = lambda found: found
+        control.calibrated = lambda *about: None
+        calibration.control = control
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            followed.replan.poll()
+            calibration.follow(followed.schedule)
+        assert [("no other choice" in str(w.message)) for w in caught] == ([] if has_ended else [True])
+        assert (followed.graph.planned == "the first") == has_ended
+        assert (followed.box.plan.calibrated is None) == has_ended
+
+
 def test_a_short_turn_is_left_out() -> None:
     step = chain(8, 8 * MIB)
     clock = FakeClock(times(step))
