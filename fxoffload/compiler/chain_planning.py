@@ -430,6 +430,8 @@ class ChainPlanning:
         pairs = zip(self.choice.variants, self.plain.variants, strict=True)
         count = sum(mine is not plain for mine, plain in pairs)
         how = f", {count} of {len(self.descriptions)} calls recompute more" if count else ""
+        if count == len(self.descriptions) == 1:
+            how = ", with more recomputation"
         return gain_of(found.simulation, baseline or self.baseline) + how
 
     # -- to be followed ------------------------------------------------------------------------------------------------

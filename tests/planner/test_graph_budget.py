@@ -153,6 +153,7 @@ def test_a_graph_with_its_loss_outside_is_planned_as_a_step(budget: int) -> None
             assert_equal(run.step(), plain)
     step = run.plan
     assert step.graph != own.graph and step.label == "a step over 1 call of 1 graph"
+    assert "with more recomputation" in step.summary
     assert step.predicted.outside_bytes > 0 and max(run.peaks[6:]) <= budget + 512, "pages of the allocator"
 
 
@@ -295,6 +296,21 @@ def test_the_first_step_s_choice_is_judged_from_the_second_step_on() -> None:
     control.exceeded(10 * KIB, 1)
     unused = control._budget - first[1].simulation.peak_bytes
     assert control.margin_bytes == 10 * KIB + unused + control._spare_bytes
+
+
+def test_steps_that_wait_for_the_plan_are_judged_after_the_first() -> None:
+    """The caller holds the outputs: the first step's choice stays until the calibration has counted them."""
+    control, replan = mock.Mock(), mock.Mock(has_ended=False)
+    graph: Any = SimpleNamespace(outputs=SimpleNamespace(are_held=True, have_gradients=False), planned="the first")
+    plan: Any = SimpleNamespace(_settled="the plan", _replan=replan, _budget=control)
+    backward_ended = PlanOfGraph.settling(plan, graph)
+    assert backward_ended is not None
+    assert not control.first_step_ended.called
+    backward_ended()
+    assert control.first_step_ended.called and graph.planned == "the first"
+    replan.has_ended = True
+    backward_ended()
+    assert graph.planned == "the plan"
 
 
 def test_what_measurements_explain_of_an_excess_is_not_left_free_too() -> None:
