@@ -51,6 +51,7 @@ class CallChoice:
         graph, instead = self.graph, self.tracked.followed
         if instead is not None and instead.variant:
             if graph.may_follow() or graph.may_keep():
+                self._follows_a_step()
                 return self.variants.in_order(instead)
             instead = None
         if self.by_size is not None and graph.may_follow():

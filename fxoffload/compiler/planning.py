@@ -142,7 +142,7 @@ class Planning:
         self.library_bytes = LIBRARY_BYTES if settings.device.type == "cuda" else 0
         self.checkpointed = checkpointed
         self._obeyed: tuple[Partitioning, Scheduler] | None = None
-        self._tries = False
+        self._sizes_are_fixed = False
 
     @property
     def limit_bytes(self) -> int | None:
@@ -152,16 +152,17 @@ class Planning:
             return budget
         return max(budget - self.library_bytes, 1)
 
-    def run(self, *, tries: bool = False) -> GraphPlanning | None:
+    def run(self, *, sizes_are_fixed: bool = False) -> GraphPlanning | None:
         """The plan; None where the forward saves nothing that may move, with activation checkpointing or without it.
 
         Args:
-            tries: whether the plan of the least peak may be tried where it exceeds the budget by a little, on paper.
+            sizes_are_fixed: whether all sizes are. Then steps tell what estimates cannot: the plan of the least peak
+                may be tried where it exceeds the budget by a little, on paper, and a graph may give way to its loss.
 
         Raises:
             BudgetError: no choice fits into the budget.
         """
-        self._tries = tries and self.settings.device.type in TELLING_DEVICE_TYPES
+        self._sizes_are_fixed = sizes_are_fixed
         if self.checkpointed is None:
             planned = self._run()
         else:
@@ -235,7 +236,8 @@ class Planning:
                 f"plain Inductor needs {format_bytes(baseline.peak_bytes)}, which is within {within} of "
                 f"{format_bytes(budget)}"
             )
-            if self.objective.is_checkpointing or loss_of([base.forward_state]) == "inside":
+            has_loss = self.objective.is_checkpointing or loss_of([base.forward_state]) == "inside"
+            if has_loss or not self._sizes_are_fixed:
                 return self._nothing(base, baseline, f"{fits}: nothing is done", search)
             kept = self._finish(Try(base, first, first.least_time(limit), limit), base, baseline, search)
             summary = f"{fits}; layers are cut, so that they can give way to the loss, which is outside of the graph"
@@ -248,7 +250,8 @@ class Planning:
         if best is None:
             best = search.smallest()
             least = _simulation(best).peak_bytes
-            if not self._tries or self.limit_bytes is None or (1 - _TOO_LARGE) * least > self.limit_bytes:
+            tries = self._sizes_are_fixed and self.settings.device.type in TELLING_DEVICE_TYPES
+            if not tries or self.limit_bytes is None or (1 - _TOO_LARGE) * least > self.limit_bytes:
                 raise self._too_small(_simulation(best), baseline)
         return self._finish(best, base, baseline, search)
 

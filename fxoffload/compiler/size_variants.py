@@ -154,7 +154,7 @@ def plan_for_sizes(planning: Planning) -> PlanForSizes | None:
     """
     sizes = BatchSizes.of(planning.joint)
     if sizes is None:
-        planned = planning.run(tries=True)
+        planned = planning.run(sizes_are_fixed=True)
         return None if planned is None else PlanForSizes(planned)
     bounded = bounds_sizes()
     if bounded:

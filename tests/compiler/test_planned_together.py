@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 import fxoffload
-from fxoffload.compiler import call_choice, plan_of_graph
+from fxoffload.compiler import call_choice, plan_of_graph, planning
 from fxoffload.compiler.chain_graphs import other_forms
 from fxoffload.plan_report.plan import Plan
 from fxoffload.runtime.engine import engine_for
@@ -254,20 +254,29 @@ def test_the_plan_is_made_again_with_measured_times() -> None:
 
 
 @pytest.mark.slow
-def test_a_graph_that_fits_alone_is_told_of() -> None:
-    """Each half is plain Inductor's: together they take what keep_all takes, and nothing can move."""
-    module, x = Halves(), batch(length=480)
-    model = torch.compile(module, backend="fxoffload", options={**OPTIONS, "activation_budget": 1_600_000})
+@pytest.mark.parametrize("loss", ["inside", "outside"])
+def test_graphs_that_fit_alone(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its loss, each half would be plain Inductor's: together they take what keep_all takes, and nothing can move.
+    Without, each is cut, and they are planned together."""
+    monkeypatch.setattr(planning, "loss_of", lambda states: loss)
+    module, x, before, budget = Halves(), batch(length=480), known(), 1_600_000
+    model = torch.compile(module, backend="fxoffload", options={**OPTIONS, "activation_budget": budget})
     with told() as warned:
         for _ in range(STEPS):
             step(model, module, x)
-    assert len(warned) == 2, "once for each"
-    assert all("fits into the budget alone" in text for text in warned)
+    if loss == "inside":
+        assert len(warned) == 2, "once for each"
+        assert all("fits into the budget alone" in text for text in warned)
+        return
+    assert warned == []
+    *alone, together = plans_since(before)
+    assert all(p.predicted == p.baseline and "give way to the loss" in p.summary for p in alone)
+    assert together.predicted.peak_bytes <= budget < together.baseline.peak_bytes
 
 
 @pytest.mark.slow
-def test_two_that_are_cut_and_one_that_fits_alone() -> None:
-    """The first two are planned together; the third, which comes after them, is told of."""
+def test_three_graphs_of_which_one_fits_alone() -> None:
+    """It does not return the loss, and is cut too."""
 
     class Thirds(Halves):
         def forward(self, x: Tensor) -> Tensor:
@@ -283,8 +292,8 @@ def test_two_that_are_cut_and_one_that_fits_alone() -> None:
     with told() as warned:
         for _ in range(STEPS):
             step(model, module, x)
-    assert len(warned) == 1 and "fits into the budget alone" in warned[0]
-    assert "over 2 calls of 2 graphs" in plans_since(before)[-1].summary
+    assert warned == []
+    assert "over 3 calls of 3 graphs" in plans_since(before)[-1].summary
 
 
 @pytest.mark.slow

@@ -178,7 +178,7 @@ class Recorded:
             scheduling={**on.scheduling, **changes},
         )
         with tracing(self.context):
-            found = again.run()
+            found = again.run(sizes_are_fixed=True)
         assert found is not None
         return found
 
