@@ -191,6 +191,7 @@ def test_the_callback_removes_them() -> None:
         assert not embeddings._forward_hooks
 
 
+@pytest.mark.slow
 def test_a_hook_that_goes_leaves_one_graph() -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
