@@ -156,8 +156,8 @@ class Planning:
         """The plan; None where the forward saves nothing that may move, with activation checkpointing or without it.
 
         Args:
-            sizes_are_fixed: whether all sizes are. Then steps tell what estimates cannot: the plan of the least peak
-                may be tried where it exceeds the budget by a little, on paper, and a graph may give way to its loss.
+            sizes_are_fixed: whether all sizes are. Then steps tell what estimates cannot. The plan of the least peak
+                may be tried where it exceeds the budget by a little, on paper. A graph may give way to its loss.
 
         Raises:
             BudgetError: no choice fits into the budget.
