@@ -68,7 +68,6 @@ class GraphBudget:
 
     Attributes:
         margin_bytes: that are left free by now.
-        has_ended: whether the graph is planned as a step from now on.
     """
 
     def __init__(
@@ -76,7 +75,6 @@ class GraphBudget:
     ) -> None:
         assert planned.objective.budget_bytes is not None
         self.margin_bytes = 0
-        self.has_ended = False
         self._planned = planned
         self._budget: int = planned.objective.budget_bytes
         self._scheduler, self._schedule = scheduler, schedule
@@ -149,7 +147,6 @@ class GraphBudget:
     def exceeded(self, excess_bytes: int, num_corrections: int) -> None:
         """See ``BudgetControl``."""
         if self._planned.plan_as_step():
-            self.has_ended = True
             self._planned.graph.planned = self._planned.least
             return
         # Not what a first plan may take: what libraries allocate in the first step was there before the others began.

@@ -113,7 +113,7 @@ class PlanOfGraph:
     def may_be_planned_as_step(self) -> bool:
         """Whether the loss, outside of the graph, may take so much of a budget that the graph is planned anew."""
         budget, planning = self._asked.budget_bytes, self.planning
-        return budget is not None and planning.schedule is not None and planning.loss == "outside"
+        return budget is not None and planning.schedule is not None and planning.plan.loss == "outside"
 
     def forget_graphs(self) -> None:
         """The backward is compiled, or will not be. Partitionings are as large as the graphs, and this may live as long

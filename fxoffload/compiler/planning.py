@@ -26,7 +26,7 @@ from fxoffload.plan_report.registry import PlanBox
 from fxoffload.plan_report.summary import aim_of, gain_of
 from fxoffload.planner.frontier import frontier_of
 from fxoffload.planner.objective import Objective
-from fxoffload.planner.plan import FrontierPoint, Loss, Prediction
+from fxoffload.planner.plan import FrontierPoint, Prediction
 from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.simulate import Simulation
@@ -81,11 +81,6 @@ class GraphPlanning:
     checkpointing: str = ""
     describe_plain: Callable[[str], Plan] | None = None
     library_bytes: int = 0
-
-    @property
-    def loss(self) -> Loss:
-        """Whether the graph returns its loss."""
-        return loss_of([self.partitioning.forward_state])
 
 
 class NotWorthItError(Exception):

@@ -110,8 +110,6 @@ class GraphRecalibration(Recalibration):
 
     def recalibrate(self, readings: Readings) -> None:
         """See ``Recalibration``. The smallest budget has to hold the code between forward and backward too."""
-        if self.control is not None and self.control.has_ended:
-            return
         super().recalibrate(readings)
         step = self.scheduler.step
         every = simulate(
@@ -160,13 +158,7 @@ class GraphRecalibration(Recalibration):
 
     def follow(self, found: Schedule) -> None:
         """See ``Recalibration``."""
-        if self.control is None or not self.control.has_ended:
-            self._graph.planned = self._choice_of(found)
-
-    def warn(self, message: str) -> None:
-        """See ``Recalibration``."""
-        if self.control is None or not self.control.has_ended:
-            super().warn(message)
+        self._graph.planned = self._choice_of(found)
 
     def _choice_of(self, found: Schedule) -> Choice:
         return Choice(tuple(found.offload[i] for i in self._order), found.windows)

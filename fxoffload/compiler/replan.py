@@ -131,6 +131,8 @@ class Replan:
 
     def _calibrate(self, calibration: Recalibration, clock: StepClock) -> None:
         try:
+            if self._is_stopped:  # while this waited for another plan
+                return
             readings = clock.readings()
             log_times("before the calibration", readings)
             self._show_between(readings)

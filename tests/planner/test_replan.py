@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import fxoffload
-from fxoffload.compiler import plan_of_graph, recalibrate_graph
+from fxoffload.compiler import plan_of_graph, recalibrate_graph, replan
 from fxoffload.compiler.partitioning import Partitioning
 from fxoffload.compiler.planning import GraphPlanning, Planning
 from fxoffload.compiler.recalibrate_graph import GraphRecalibration
@@ -308,27 +308,21 @@ def test_a_turn_that_was_measured_in_the_plan_s_order() -> None:
     assert windows == no_windows(step)
 
 
-def test_a_graph_that_is_planned_as_a_step_is_not_planned_again() -> None:
-    """Until then everything moves; its own plan, which may fit nothing, is told of no more."""
+def test_what_is_stopped_while_it_waits_plans_nothing() -> None:
+    """Another plan is being made, of the step that the graph is in from now on."""
     step = chain(8, 8 * MIB)
-    tight = Scheduler(step, rates()).smallest().simulation.peak_bytes
-    for has_ended in (False, True):
-        clock = FakeClock(times(step))
-        clock.ms["forward"][TURN], clock.turn_peak = 3.0, 400 * MIB
-        followed = Followed(Objective(tight), [clock, clock], step)
-        calibration = followed.replan.calibration
-        assert isinstance(calibration, GraphRecalibration)
-        control: Any = SimpleNamespace(has_ended=has_ended, schedule=followed.schedule)
-        control.with_margin = control.baseline_with_margin = lambda found: found
-        control.calibrated = lambda *about: None
-        calibration.control = control
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+    clock = FakeClock(times(step, 0.1))
+    for stops in (False, True):
+        followed = Followed(Objective(None, 0.02), [clock, clock], step)
+        followed.replan._in_background = True
+        with mock.patch.object(replan.background, "start_planning") as start:
             followed.replan.poll()
-            calibration.follow(followed.schedule)
-        assert [("no other choice" in str(w.message)) for w in caught] == ([] if has_ended else [True])
-        assert (followed.graph.planned == "the first") == has_ended
-        assert (followed.box.plan.calibrated is None) == has_ended
+        ((work, *about), _) = start.call_args
+        if stops:
+            followed.replan.stop()
+        work(*about)
+        assert (followed.graph.planned == "the first") == stops
+        assert (followed.box.plan.calibrated is None) == stops == (followed.replan.clock is None)
 
 
 def test_a_short_turn_is_left_out() -> None:

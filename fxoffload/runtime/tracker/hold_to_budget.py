@@ -156,9 +156,9 @@ class HoldToBudget:
                 if (tracked := call.tracked()) is not None and tracked.own_plan is not None:
                     tracked.own_plan.together()
         elif plan is None:
-            if (control := first.control) is not None:
-                chain.num_corrections += 1
-                control.exceeded(excess, chain.num_corrections)
+            assert first.control is not None
+            chain.num_corrections += 1
+            first.control.exceeded(excess, chain.num_corrections)
         elif not first.chains.correct(chain, plan, excess) and not first.chains.is_planning:
             _give_up(chain, plan, loop)
 
