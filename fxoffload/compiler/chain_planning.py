@@ -171,6 +171,11 @@ class ChainPlanning:
         return None if budget is None else bytes_for_graphs(budget, self.device)
 
     @property
+    def promises_budget(self) -> bool:
+        """Whether there is a budget that the user asked for."""
+        return self.limit_bytes is not None and not self.objective.is_checkpointing
+
+    @property
     def calibrates(self) -> bool:
         """Whether it is replanned with measured times. Where sizes vary, they are not those of one step; the clock of
         a chain knows the usual order of calls alone."""
@@ -504,9 +509,7 @@ class ChainPlanning:
         observer: PlanObserver | None = None,
     ) -> ChainPlan:
         """With its budget control, where a budget was promised."""
-        budget, limit = (
-            (None, None) if self.objective.is_checkpointing else (self.objective.budget_bytes, self.limit_bytes)
-        )
+        budget, limit = (self.objective.budget_bytes, self.limit_bytes) if self.promises_budget else (None, None)
         least = () if budget is None else self.choices(self._smallest(self.choice))
         return ChainPlan(
             tracked_graphs,

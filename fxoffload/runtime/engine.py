@@ -46,6 +46,7 @@ bytes on the device that were reloaded ahead of use.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import os
@@ -73,6 +74,7 @@ from fxoffload.runtime.host_memory.arena import (
     HostBlock,
     address_space_bytes,
 )
+from fxoffload.runtime.host_memory.free_list import younger
 from fxoffload.runtime.host_memory.limits import default_host_budget_bytes
 from fxoffload.runtime.host_memory.trim import HostTrim
 from fxoffload.runtime.profiler.allocator_history import cuda_history
@@ -217,49 +219,53 @@ class CopyEngine:
         self.streams.offload_waits_for_compute()
         stream = self.streams.compute_stream()
         gives_way = self.streams.host_waits() and not fsdp2_is_used()  # see [Note: Late hosts]
+        ranges = [_byte_range(tensors) for tensors in storages]
+        blocks = self._blocks([end - start for start, end in ranges], budgets)
+        # A copy is late where the host is, so what is the same for all is done once.
+        self._wait_for_reads([block for block in blocks if block is not None])
+        started: list[Transfer | None] = []
         with self.streams.offloading():
-            each = zip(storages, watches or [None] * len(storages), strict=True)
-            started = [
-                self._offload(tensors, budgets, reclaimable, watch, stream, gives_way) for tensors, watch in each
-            ]
+            each = zip(storages, ranges, blocks, watches or [None] * len(storages), strict=True)
+            for tensors, (start, end), block, watch in each:
+                if block is None:
+                    self._warn_full(end - start, budgets)
+                    started.append(None)
+                    continue
+                source = torch.empty(0, dtype=torch.uint8, device=self.device)
+                source.set_(tensors[0].untyped_storage(), start, (end - start,), (1,))
+                block.span.written = event = self.streams.offload(self._pieces(block, source), gives_way=gives_way)
+                views = [
+                    View(t.dtype, tuple(t.shape), t.stride(), t.storage_offset() - start // t.element_size())
+                    for t in tensors
+                ]
+                transfer = Transfer(end - start, block, views, reclaimable=reclaimable, watch=watch)
+                ref = weakref.ref(transfer, self._bury)
+                self._in_flight.append(_InFlight(ref, source, event, end - start, stream))
+                self._in_flight_bytes += end - start
+                started.append(transfer)
         nbytes = [t.nbytes for t in started if t is not None]
         counters.add("bytes_offloaded", sum(nbytes))
         counters.add("num_copies", len(nbytes))
         return started
 
-    def _offload(
-        self,
-        tensors: Sequence[Tensor],
-        budgets: Budgets,
-        reclaimable: bool,
-        watch: Watch | None,
-        stream: object,
-        gives_way: bool,
-    ) -> Transfer | None:
-        start, end = _byte_range(tensors)
-        nbytes = end - start
+    def _blocks(self, sizes: Sequence[int], budgets: Budgets) -> list[HostBlock | None]:
+        """A block of host memory for each size in bytes; None where the host is full."""
         # The default budget is read from the machine, which takes longer than a step should spend on every copy.
-        block = self.arena.allocate_ready(nbytes) if budgets.host is None else None
-        block = block or self.arena.allocate(nbytes, self.host_budget_bytes(budgets))
-        if block is None:
-            self._warn_full(nbytes, budgets)
-            return None
-        source = torch.empty(0, dtype=torch.uint8, device=self.device)
-        source.set_(tensors[0].untyped_storage(), start, (nbytes,), (1,))
-        span = block.span
-        if span.fence is not None:
-            self.streams.offload_waits_for(span.fence.event, Wait.HOST_READ)
-            span.fence = None
-        pieces = self._pieces(block, source)
-        span.written = event = self.streams.offload(pieces, gives_way=gives_way)
-        views = [
-            View(t.dtype, tuple(t.shape), t.stride(), int(t.storage_offset()) - start // t.element_size())
-            for t in tensors
-        ]
-        transfer = Transfer(nbytes, block, views, reclaimable=reclaimable, watch=watch)
-        self._in_flight.append(_InFlight(weakref.ref(transfer, self._bury), source, event, nbytes, stream))
-        self._in_flight_bytes += nbytes
-        return transfer
+        found: list[HostBlock | None] = [None] * len(sizes)
+        if budgets.host is None:
+            found = self.arena.allocate_all_ready(sizes)
+        for i, nbytes in enumerate(sizes):
+            found[i] = found[i] or self.arena.allocate(nbytes, self.host_budget_bytes(budgets))
+        return found
+
+    def _wait_for_reads(self, blocks: Sequence[HostBlock]) -> None:
+        """Let copies into ``blocks`` wait for those out of them."""
+        fences = [block.fence for block in blocks]
+        youngest = functools.reduce(younger, fences, None)
+        if youngest is not None:
+            self.streams.offload_waits_for(youngest.event, Wait.HOST_READ)
+            for block in blocks:
+                block.fence = None
 
     def _pieces(self, block: HostBlock, on_device: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Of a copy: (host, device) bytes of each chunk of host memory that the block lies in."""

@@ -332,6 +332,10 @@ def _by_storage(
     A value may be on another device than its trace says: attention without dropout returns its seed and offset on the
     host, and fake tensors of them are on the GPU.
     """
+    if len(where) == 1:  # mostly
+        value = slots[where[0]]
+        is_large = value.nbytes >= max(min_bytes, 1) and value.device == device
+        return [(where, [value])] if is_large else []
     groups: dict[int, tuple[list[int], list[Tensor]]] = {}
     for i in where:
         found = groups.setdefault(slots[i].untyped_storage()._cdata, ([], []))

@@ -7,6 +7,7 @@ import functools
 import gc
 import random
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -389,6 +390,32 @@ def test_what_only_recomputation_fits_into_is_recomputed() -> None:
     )
     with pytest.warns(UserWarning, match="expected an activation_budget of at least"):
         run.step()
+
+
+def test_where_only_variants_meet_the_budget_a_step_waits_for_them() -> None:
+    """As on a GPU, where other plans are made beside the steps."""
+    least, most = range_of_peaks("stack")
+    may_end, run_planning = threading.Event(), chain_planning.ChainPlanning.run
+
+    def run_slowly(planning: chain_planning.ChainPlanning) -> Any:
+        assert may_end.wait(60)
+        return run_planning(planning)
+
+    with (
+        mock.patch.object(engine_for(CPU).calls, "_in_background", True),
+        mock.patch.object(chain_planning.ChainPlanning, "run", run_slowly),
+    ):
+        budget = (least + 2 * most) // 3
+        run = recorded(MODELS["stack"], activation_budget=budget, host_budget="1KiB", inner="aot_eager", steps=3)
+        while not (awaited := [c.plan for t in engine_for(CPU).calls._tracked_graphs for c in t.chains.all if c.plan]):
+            time.sleep(0.01)
+        threading.Timer(0.1, may_end.set).start()
+        run.step()
+        (chain,) = [c for t in engine_for(CPU).calls._tracked_graphs for c in t.chains.all if c.plan]
+    assert may_end.is_set() and chain.plan is not None and chain.plan is not awaited[0]
+    assert any(choice.variant for choice in chain.plan.choices) and chain.meanwhile is None
+    (plan,) = new_plans()
+    assert "recompute more" in plan.summary and plan.predicted_peak_bytes <= budget
 
 
 def test_a_variant_that_cannot_be_compiled() -> None:

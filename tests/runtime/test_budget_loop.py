@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import warnings
@@ -415,6 +416,42 @@ def test_a_quick_plan_is_followed_until_the_plan_is_there() -> None:
         if thread.name == "fxoffload-chain-plan":
             thread.join()
     assert model.steps(3, HEAD) == [25] * 3
+
+
+@pytest.mark.parametrize("ends", ["with a plan", "without one", "with an error"])
+def test_where_no_quick_plan_meets_the_budget_a_step_waits_for_the_plan(
+    ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World()
+    world.calls = StepTracker(
+        lambda: {}, in_background=True, memory=world.allocator.read, history=world.allocator.begin
+    )
+    model = world.model(30)
+    given, whole = threading.Event(), threading.Event()
+    turns: list[str] = []
+    for name in ("waits", "launches"):
+        monkeypatch.setattr(STEP_FIRST, name, partial(turns.append, name))
+
+    def planner(tracked_graphs: Any, seen: Any, sizes: Any, /, meanwhile: Meanwhile | None = None) -> ChainPlan | None:
+        assert meanwhile is not None
+        meanwhile(None)
+        given.set()
+        assert whole.wait(60)
+        if ends == "with an error":
+            raise RuntimeError("on purpose")
+        return model.plan(tracked_graphs, seen, sizes) if ends == "with a plan" else None
+
+    for tracked in model.tracked_graphs:
+        tracked.planner = planner
+    fails = pytest.warns(UserWarning, match="on purpose") if ends == "with an error" else contextlib.nullcontext()
+    with fails:
+        assert model.steps(3, HEAD) == [5] * 3
+        assert given.wait(60)
+        turns.clear()
+        threading.Timer(0.1, whole.set).start()
+        assert model.steps(2, HEAD) == [25 if ends == "with a plan" else 5] * 2
+    assert whole.is_set()
+    assert turns[:3] == ["launches", "waits", "launches"]  # or the plan would stand still
 
 
 # -- the peak of a step ------------------------------------------------------------------------------------------------

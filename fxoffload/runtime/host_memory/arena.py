@@ -55,7 +55,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -336,11 +336,15 @@ class HostArena:
                 return found
             changed.wait(_PATIENCE_S)
 
-    @transaction
     def allocate_ready(self, nbytes: int) -> HostBlock | None:
         """A block of ``nbytes`` bytes out of memory that is ready now; None where there is none."""
+        return self.allocate_all_ready((nbytes,))[0]
+
+    @transaction
+    def allocate_all_ready(self, sizes: Sequence[int]) -> list[HostBlock | None]:
+        """The same for each of ``sizes``, in bytes."""
         self._collect()
-        return self._take(block_bytes(nbytes))
+        return [self._take(block_bytes(nbytes)) for nbytes in sizes]
 
     def allocate(self, nbytes: int, limit_bytes: int) -> HostBlock | None:
         """A block of ``nbytes`` bytes; None where more than ``limit_bytes`` would be in use or reserved.
@@ -390,13 +394,14 @@ class HostArena:
         held = self._range
         if held is None or not self.has(block):
             raise RuntimeError(_NOT_HERE)
+        first = start = block.span.start
+        end, borders = start + nbytes, self._borders
         found: list[tuple[int, torch.Tensor]] = []
-        start, end = block.offset, block.offset + nbytes
+        at = bisect.bisect_right(borders, start)
         while start < end:
-            border = self._borders[bisect.bisect_right(self._borders, start)]
-            stop = min(end, border)
-            found.append((start - block.offset, held.bytes[start:stop]))
-            start = stop
+            stop = min(end, borders[at])
+            found.append((start - first, held.bytes[start:stop]))
+            start, at = stop, at + 1
         return found
 
     @transaction

@@ -224,12 +224,13 @@ class Planner(Protocol):
             tracked_graphs: of the calls.
             seen: of them.
             sizes: per call, the largest that the plan is to serve; empty where no sizes vary.
-            meanwhile: called with a plan to follow until this one is there; None: no step runs until then.
+            meanwhile: called with a plan to follow until this one is there; with None where none meets the budget, and
+                steps have to wait. Is None where no step runs until then.
         """
         ...
 
 
-Meanwhile = Callable[["ChainPlan"], None]
+Meanwhile = Callable[["ChainPlan | None"], None]
 
 
 @dataclass(frozen=True)
@@ -514,6 +515,10 @@ class Chains:
         self.corrected(chain)
         chain.num_plans += 1
         self._num_plans += 1
+
+    def await_plan(self, chain: SizedChain, until_then: ChainPlan) -> None:
+        """No step of ``chain`` begins before ``until_then`` is prepared: that is when the plan takes its place."""
+        chain.plan, self.may_prepare = until_then, True
 
     def end_planning(self, chain: SizedChain, plan: ChainPlan | None) -> None:
         """It is made; see ``take``."""

@@ -51,6 +51,7 @@ from fxoffload.runtime.tracker.running_step import RunningStep
 from fxoffload.runtime.tracker.step_memory import LiveBytes
 from fxoffload.runtime.tracker.step_state import Departure, StepState
 from fxoffload.runtime.tracker.tracked_graph import TrackedGraph
+from fxoffload.runtime.transactions import Latch
 from fxoffload.runtime.transfer import Group
 from fxoffload.step.call_order import CallOrder
 from fxoffload.step.choice import Choice
@@ -580,11 +581,21 @@ class StepTracker:
     def _make_plan(
         self, tracked_graphs: Sequence[TrackedGraph], chain: SizedChain, seen: Seen, sizes: Sequence[Sizes]
     ) -> None:
-        first, plan = tracked_graphs[0], None
+        first, plan, ended = tracked_graphs[0], None, Latch()
         assert first.planner is not None
 
-        def meanwhile(plan: ChainPlan) -> None:
-            chain.meanwhile = chain.meanwhile or plan
+        def wait() -> None:
+            STEP_FIRST.waits()
+            ended.wait()
+            STEP_FIRST.launches()
+
+        def meanwhile(plan: ChainPlan | None) -> None:
+            if plan is not None:
+                chain.meanwhile = chain.meanwhile or plan
+            elif chain.meanwhile is None:
+                log.info("no step within the budget can run until the plan is there: the next one waits for it")
+                refs = tuple(weakref.ref(tracked) for tracked in tracked_graphs)
+                first.chains.await_plan(chain, ChainPlan(refs, (), sizes=tuple(sizes), prepare=wait))
 
         try:
             with working(
@@ -600,6 +611,7 @@ class StepTracker:
             )
         finally:
             first.chains.end_planning(chain, plan)
+            ended.open()
 
     def _finish(self) -> None:
         """The step is over: judge whether it went as planned, and plan or correct."""
