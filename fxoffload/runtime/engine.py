@@ -235,7 +235,7 @@ class CopyEngine:
                 source.set_(tensors[0].untyped_storage(), start, (end - start,), (1,))
                 block.span.written = event = self.streams.offload(self._pieces(block, source), gives_way=gives_way)
                 views = [
-                    View(t.dtype, tuple(t.shape), t.stride(), t.storage_offset() - start // t.element_size())
+                    View(t.dtype, tuple(t.shape), t.stride(), int(t.storage_offset()) - start // t.element_size())
                     for t in tensors
                 ]
                 transfer = Transfer(end - start, block, views, reclaimable=reclaimable, watch=watch)
