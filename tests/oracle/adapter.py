@@ -292,8 +292,9 @@ class _Arena(HostArena):
         super().__init__(HeapMemory(), 1 << 28)
         self._log = log
 
-    def allocate_ready(self, nbytes: int) -> HostBlock | None:
-        return self._noted(super().allocate_ready(nbytes), nbytes)
+    def allocate_all_ready(self, sizes: Sequence[int]) -> list[HostBlock | None]:
+        pairs = zip(super().allocate_all_ready(sizes), sizes, strict=True)
+        return [self._noted(block, nbytes) for block, nbytes in pairs]
 
     def allocate(self, nbytes: int, limit_bytes: int) -> HostBlock | None:
         found = self._noted(super().allocate(nbytes, limit_bytes), nbytes)
