@@ -187,6 +187,26 @@ def test_calls_that_begin_with_a_wait_are_not_counted(
     assert measured[0].step.backward[0].ms == backward_ms and measured[0].basis == "steps"
 
 
+@pytest.mark.parametrize(
+    ("is_sharded", "basis", "floor"), [(True, "segments", 1.07), (True, "steps", 0.0), (False, "segments", 0.0)]
+)
+def test_graphs_of_fsdp2_take_longer_in_steps_than_alone(
+    is_sharded: bool, basis: Any, floor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First steps that mostly wait for copies do not tell."""
+    monkeypatch.setattr(first_steps, "fsdp2_is_used", lambda: is_sharded)
+    found = planning(SEEN)
+    found.descriptions = [replace(d, basis=basis) for d in found.descriptions]
+    alone = found.descriptions[0].step
+    seen_ms = alone.forward[0].ms, 2 * alone.backward[0].ms
+    forward = phase_of([(0.0, seen_ms[0], 0.0)] * CALLS)
+    backward = phase_of([(0.0, seen_ms[1], 0.0)] * CALLS, backward=True)
+    measured = measured_descriptions(found, Readings({"forward": [forward], "backward": [backward]}))
+    assert measured is not None
+    assert measured[0].step.forward[0].ms == pytest.approx(max(seen_ms[0], floor * alone.forward[0].ms))
+    assert measured[0].step.backward[0].ms == seen_ms[1]
+
+
 @pytest.mark.parametrize("waits", [0.0, 9.0])
 def test_a_call_that_waits_in_its_middle_is_not_counted(waits: float) -> None:
     forward, backward = (phase_of([(0.0, 10.0, 0.0)] * CALLS, backward=back) for back in (False, True))
