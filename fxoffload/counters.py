@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fxoffload.runtime.fork_safe_lock import ForkSafeRLock
+from fxoffload.tell import warn
 
 
 @dataclass(frozen=True)
@@ -18,8 +19,6 @@ class Stats:
         bytes_reloaded: bytes copied from the host to the device.
         bytes_reclaimed: offloaded bytes that the backward took back before their memory on the device was given up, so
             that they were not copied back.
-        bytes_kept_for_backward: bytes that a policy offloads but that stayed on the device, because the backward begins
-            with them (the logits of a language model, or the last layer).
         num_copies: copies started, both directions (one per storage).
         host_bytes_reserved: host memory held by the arenas now (pinned, on a GPU machine).
         host_bytes_in_use: bytes of it that hold offloaded values now.
@@ -31,8 +30,8 @@ class Stats:
         num_segments_compiled: segments compiled.
         num_segments_reused: segments that reused the code of an identical one.
         num_prefetch_misses: reloads that had not been started when they were needed.
-        num_wrong_predictions: backwards of compiled graphs that began while reloads for another one's were next. The
-            order is learned, so a new one is wrong once or twice. A number that keeps growing means a changing order.
+        num_wrong_predictions: backwards of compiled graphs that began while reloads for another one's were next. A plan
+            knows the order; without one, graphs that ran before are expected next, the latest first.
         bytes_kept_host_full: bytes that stayed on the device because the host budget was used up.
         calls_kept: forward calls that kept everything, by reason.
         calls_uncompiled: calls of compiled functions that Dynamo ran uncompiled, wholly or in part, by reason. Either a
@@ -51,7 +50,6 @@ class Stats:
     bytes_offloaded: int = 0
     bytes_reloaded: int = 0
     bytes_reclaimed: int = 0
-    bytes_kept_for_backward: int = 0
     num_copies: int = 0
     host_bytes_reserved: int = 0
     host_bytes_in_use: int = 0
@@ -75,6 +73,12 @@ class Stats:
     measuring_ms: float = 0.0
     costs_estimated: Mapping[str, int] = field(default_factory=dict)
     num_groups_on_tape: int = 0
+
+    def __getattr__(self, name: str) -> int:
+        if name != "bytes_kept_for_backward":
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        warn("stats().bytes_kept_for_backward is always 0: policy 'offload_all' offloads every candidate")
+        return 0
 
 
 class Counters:

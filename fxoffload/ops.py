@@ -11,7 +11,7 @@ tensor of the same shape and strides. The executor runs the same nodes with toke
                    ``in_flight_budget`` bytes are under way, and drop the references to those waited for.
 ``wait_offload``   The compute stream waits for these copies (before the caller may write to a graph input).
 ``reload``         These values are needed next, in this order; copies start as the prefetch budget allows.
-``prefetch``       Start the reloads that fit into the prefetch budget now; ``head``: a heavy head runs next.
+``prefetch``       Start the reloads that fit into the prefetch budget now.
 ``wait_reload``    The compute stream waits for these values (and starts their copies if nothing has).
 =================  =====================================================================================================
 """
@@ -62,7 +62,7 @@ _define(
     lambda copies, device: _copied(copies, device),
     lambda copies, device: _strided_like(copies, device),
 )
-_define("prefetch(bool head=False) -> ()", lambda head=False: None, lambda head=False: None)
+_define("prefetch() -> ()", lambda: None, lambda: None)
 _define(
     "wait_reload(Tensor[] reloads) -> Tensor[]",
     lambda reloads: [_copied([r], r.device)[0] for r in reloads],

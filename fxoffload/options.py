@@ -31,10 +31,9 @@ class Options:
     """The options of ``torch.compile(model, backend="fxoffload", options={...})``.
 
     policy: ``"auto"`` plans which values to keep, to offload and to recompute, for the budget or the slowdown below.
-        ``"offload_all"`` offloads every candidate, but the values that a forward saves last stay for a backward that
-        follows at once (``fxoffload.passes.find_turn``). ``"keep_all"`` offloads nothing. A graph without layers (a
-        layer compiled on its own) has nothing to choose from: there ``"auto"`` offloads every candidate, except the
-        values saved last.
+        ``"offload_all"`` offloads every candidate. ``"keep_all"`` offloads nothing. A graph without layers (a layer
+        compiled on its own) has nothing to choose from: there ``"auto"`` offloads every candidate until the step is
+        planned.
     activation_budget: the least step time whose peak stays within this many bytes. They are the bytes that the compiled
         graph adds to those allocated on the device when the step began: saved activations, working set, copies under
         way, gradients that the backward returns. A budget that cannot be met raises BudgetError, with the smallest that

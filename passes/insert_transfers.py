@@ -171,7 +171,6 @@ class InsertReloads:
         copies: names of the placeholders that may hold a copy.
         donatable: names of the placeholders that belong to this backward alone.
         modules: segment names -> modules that the outer graph calls.
-        heavy_head: whether the ops before the first layer work on much (see ``Turn``).
     """
 
     name = "insert_reloads"
@@ -183,11 +182,8 @@ class InsertReloads:
         donatable: frozenset[str],
         device: torch.device,
         modules: Mapping[str, torch.nn.Module],
-        *,
-        heavy_head: bool = False,
     ) -> None:
         self.segments = segmentation.segments
-        self.heavy_head = heavy_head
         self.copies = copies
         self.donatable = donatable
         self.device = device
@@ -205,14 +201,13 @@ class InsertReloads:
         reloads = {}
         for i, nodes in needed.items():
             reloads[i] = outer.call(ops.reload, [outer.env[n] for n in nodes], self.device)
-        first_layer = next((i for i, s in enumerate(self.segments) if s.layer), 0) if self.heavy_head else 0
         if reloads:
-            outer.call(ops.prefetch, *([True] if first_layer else []))
+            outer.call(ops.prefetch)
         for i, segment in enumerate(self.segments):
             self._wait(outer, reloads.get(i), needed.get(i, ()))
             # Before the call, not after it: the reload stream waits for all work that the compute stream has been given
             # so far, and these copies are to overlap this segment.
-            outer.call(ops.prefetch, *([True] if i < first_layer else []))
+            outer.call(ops.prefetch)
             outer.segment(segment)
             if i == 0 and reloads:
                 # The forward's last copies have had this segment's time to finish.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -34,3 +35,10 @@ def test_a_plan_is_in_it_and_what_was_measured() -> None:
     assert found["fxoffload/planned_peak_bytes"] == float(paper.peak_bytes)
     assert ("fxoffload/measured_step_ms" in found) == (plan.measured_step_ms is not None)
     assert found["fxoffload/bytes_offloaded"] == float(fxoffload.stats().bytes_offloaded) > 0
+
+
+def test_a_counter_that_went_still_reads_zero_and_says_so() -> None:
+    with pytest.warns(UserWarning, match="always 0"):
+        assert fxoffload.stats().bytes_kept_for_backward == 0  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match="no attribute 'bytes_moved'"):
+        _ = fxoffload.stats().bytes_moved  # type: ignore[attr-defined]

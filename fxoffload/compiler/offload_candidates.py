@@ -24,7 +24,6 @@ def offload_candidates_of(state: ForwardState) -> tuple[list[Candidate], list[Of
             len(c.nodes),
             c.is_input,
             paces_forward=any(n.name in paces for n in c.nodes),
-            of_turn=c.name in state.turn.names,
         )
         for c in ordered
     ]

@@ -17,7 +17,6 @@ from fxoffload.passes.choose_actions import POLICIES, ChooseActions
 from fxoffload.passes.choose_donations import ChooseDonations
 from fxoffload.passes.cut_segments import CutSegments
 from fxoffload.passes.find_candidates import FindCandidates, SavedValues
-from fxoffload.passes.find_turn import FindTurn, Turn
 from fxoffload.passes.insert_transfers import InsertOffloads, InsertReloads
 from fxoffload.passes.rematerialize import Rematerialize
 from fxoffload.passes.runner import PassEntry, State
@@ -43,7 +42,6 @@ class ForwardState:
     saved: SavedValues = field(default_factory=lambda: SavedValues((), ()))
     segmentation: Segmentation = field(default_factory=lambda: Segmentation(()))
     actions: Mapping[str, tuple[bool, ...]] = field(default_factory=dict)
-    turn: Turn = field(default_factory=Turn)
     modules: Mapping[str, SegmentCall] = field(default_factory=dict)
     outer: fx.GraphModule | None = None
 
@@ -135,7 +133,6 @@ FORWARD: tuple[PassEntry[ForwardState], ...] = (
     PassEntry(
         "choose_actions", lambda s: _choose_actions(s.segmentation, s.saved), "actions", ("segmentation", "saved")
     ),
-    PassEntry("find_turn", lambda s: FindTurn(s.segmentation, s.saved.candidates), "turn", ("segmentation", "saved")),
     PassEntry("make_calls", lambda s: _make_calls(s.segmentation, {}), "modules", ("segmentation",)),
     PassEntry(
         "insert_offloads",
@@ -189,7 +186,6 @@ BACKWARD: tuple[PassEntry[BackwardState], ...] = (
             frozenset(n.name for n in s.donatable),
             s.device,
             s.modules,
-            heavy_head=s.forward.turn.heavy_head,
         ),
         "outer",
         ("segmentation", "copies", "donatable", "device", "modules", "forward"),

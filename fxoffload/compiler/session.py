@@ -515,10 +515,8 @@ class CompileSession:
         flags = state.actions[policy] if planned is None else planned.offload
         chosen = [c for c, go in zip(state.saved.candidates, flags, strict=True) if go]
         moved = sum(c.nbytes or 0 for c in chosen)
-        keeps_turn = self._runtime.keeps_turn and planned is None
-        leaving = [c for c in chosen if not (keeps_turn and c.name in state.turn.names)]
         # Pinned in the background while the rest compiles.
-        reserved = sum(block_bytes(c.nbytes or 0) for c in leaving)
+        reserved = sum(block_bytes(c.nbytes or 0) for c in chosen)
         if own is not None:
             reserved = own.to_reserve(reserved)
         engine.reserve(reserved, self._runtime.budgets)

@@ -154,7 +154,6 @@ class CopyEngine:
     def forget(self) -> None:
         """Drop the state of compiled code. Offloaded values stay until their backward, and so does host memory."""
         self.calls.forget()
-        self.save_order.forget()
         self._warned_full = False
 
     def _begin(self) -> None:

@@ -19,7 +19,6 @@ from fxoffload.runtime.engine import engine_for
 from fxoffload.runtime.layout import HookWatch
 from fxoffload.runtime.outer_program import OuterCall, OuterProgram
 from fxoffload.runtime.profiler.step_clock import StepRecording
-from fxoffload.runtime.save_order import TurnWatch
 from fxoffload.runtime.tracker.tracked_graph import TrackedGraph
 from fxoffload.runtime.transfer import Group, Watch, slot_of
 from fxoffload.runtime.variant import Variant, Variants
@@ -100,7 +99,7 @@ def forward_callable(
     arguments. ``hooks``, ``tracked``, ``variants``: shared with its backward. ``step_begins``: makes the
     recording of the step of this call alone; see ``CallChoice``."""
     hooks = hooks or HookWatch()
-    turn, graph = TurnWatch(), next(_GRAPHS)
+    graph = next(_GRAPHS)
     others = variants or Variants()
 
     def forward(args: list[Any]) -> list[Any]:
@@ -110,20 +109,15 @@ def forward_callable(
             tracked.forward_begins(args)
         choice, variant = _settled(decide(args), program, others)
         decisions = choice.offload
-        runs = program if variant is None else variant.forward
-        keeps_turn = runs.has_turn and choice.windows is None and turn.is_here(engine.save_order.live())
         group = Group(engine.streams.compute_stream(), choice.windows, graph)
         call = OuterCall(
             engine,
             program.options,
             group,
             decisions,
-            keeps_turn=keeps_turn,
             windows=choice.windows,
             watches=_watches_of(args) if choice.watches and any(decisions) else {},
         )
-        if keeps_turn:
-            call.group.kept_turn_of = turn
         group.recording = step_begins(args, choice) if variant is None else None
         if group.recording is not None:
             call.recorder = group.recording.begin("forward")

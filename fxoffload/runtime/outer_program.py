@@ -17,7 +17,6 @@ import torch.fx as fx
 from torch import Tensor
 
 from fxoffload import ops
-from fxoffload.counters import counters
 from fxoffload.ops import is_op
 from fxoffload.runtime.engine import Budgets, CopyEngine
 from fxoffload.runtime.layout import layout_of
@@ -37,11 +36,6 @@ class RuntimeOptions:
     prefetch: bool = True
     across_graphs: bool = True
 
-    @property
-    def keeps_turn(self) -> bool:
-        """Whether values that a forward saves last may stay on the device. A window that the user sets binds them."""
-        return self.budgets.in_flight is None and self.budgets.prefetch is None
-
 
 @dataclass
 class OuterCall:
@@ -55,7 +49,6 @@ class OuterCall:
     largest_offload: int = 0  # Most bytes that one segment of this forward moved so far.
     before_layers: int = 0  # Bytes moved before any layer did: no window is known yet.
     window: int = 0  # Bytes that this backward reloads ahead unless a budget is set.
-    keeps_turn: bool = False  # Whether its last saved values stay on the device.
     windows: Windows | None = None  # Of a plan.
     watches: Mapping[int, Watch] = field(default_factory=dict)  # Storages of inputs that are not waited for.
     recorder: Recorder | None = None  # of a call that is measured
@@ -75,17 +68,17 @@ class OuterCall:
         budget = self.options.budgets.prefetch
         return self.window if budget is None else budget
 
-    def reclaimed_share(self, *, head: bool) -> int:
+    @property
+    def reclaimed_share(self) -> int:
         """How reclaimed bytes change the prefetch budget (see ``CopyEngine.prefetch``).
 
-        A budget that the user set stands as it is, and a plan's holds them too. The default one grows by them among the
-        layers. It has to hold them while the head runs, when the logits are on the device.
+        A budget that the user set stands as it is, and a plan's holds them too. The default one grows by them.
         """
         if self.windows is not None:
             return -1
         if self.options.budgets.prefetch is not None:
             return 0
-        return -1 if head else 1
+        return 1
 
 
 _Step = Callable[[list[Any], OuterCall], None]
@@ -163,7 +156,6 @@ class OuterProgram:
         self.copies = None if copies is None else dict(copies)
         self.overwritten = tuple(overwritten)
         # Whether the last saved values may stay where they are.
-        self.has_turn = options.keeps_turn and any(m.of_turn for m in self.offload_candidates)
         self._candidate_at = 0
         self._build(_Steps(outer))
 
@@ -202,11 +194,11 @@ class OuterProgram:
             copies = steps.slots_of(node.args[0])  # type: ignore[arg-type]
             return lambda slots, call: call.engine.wait_offload(_distinct(call.transfers.get(i) for i in copies))
         if is_op(node, ops.prefetch):
-            head, point = bool(node.args and node.args[0]), steps.prefetch_point
+            point = steps.prefetch_point
             steps.prefetch_point += 1
             return lambda slots, call: call.engine.prefetch(
                 call.prefetch_bytes(point),
-                reclaimed_share=call.reclaimed_share(head=head),
+                reclaimed_share=call.reclaimed_share,
                 at_least_one=call.windows is None,
             )
         if is_op(node, ops.wait_reload):
@@ -243,10 +235,7 @@ class OuterProgram:
                 if not call.decisions[index]:
                     continue
                 found = _by_storage(slots, [targets[i] for i in mine], call.options.min_bytes, call.engine.device)
-                if candidate.of_turn and call.keeps_turn:
-                    counters.add("bytes_kept_for_backward", sum(t[0].untyped_storage().nbytes() for _, t in found))
-                else:
-                    moved.extend((candidate, *group) for group in found)
+                moved.extend((candidate, *group) for group in found)
             if moved:
                 _offload_storages(slots, moved, call)
 

@@ -142,7 +142,6 @@ class Group:
         "_ranked",
         "following",
         "graph",
-        "kept_turn_of",
         "recording",
         "stream",
         "takes_below",
@@ -150,7 +149,6 @@ class Group:
     )
 
     def __init__(self, stream: object = None, windows: Windows | None = None, graph: int = 0) -> None:
-        self.kept_turn_of: Any = None  # the ``TurnWatch`` of its graph where this call left its last values in place
         self._ranked: list[tuple[int, Transfer]] = []
         self._needs: dict[int, int] = {}
         self.stream = stream

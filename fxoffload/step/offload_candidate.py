@@ -18,8 +18,6 @@ class OffloadCandidate:
             outside the layers (a language model's logits) are one large lump and would set it far too wide.
         paces_backward: the same for the segment that first reads it, and the prefetch window.
         unread: whether the backward does not read it: the partitioner saved it for nothing, and it is dropped.
-        of_turn: whether the forward saves it last (see ``fxoffload.passes.find_turn``). Unless other forwards wait for
-            their backward it stays where it is.
     """
 
     name: str
@@ -29,7 +27,6 @@ class OffloadCandidate:
     paces_forward: bool = True
     paces_backward: bool = True
     unread: bool = False
-    of_turn: bool = False
 
 
 # A range starts at a multiple of this many bytes of its storage, so that reloaded tensors are as aligned as saved ones.

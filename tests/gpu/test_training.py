@@ -80,8 +80,6 @@ def test_training_is_bit_equal_to_keeping(name: str) -> None:
     stats = fxoffload.stats()
     assert stats.num_segments_compiled == 0
     assert stats.bytes_offloaded == stats.bytes_reloaded + stats.bytes_reclaimed > NUM_STEPS * 2 * TOKENS * 512 * 6 * 10
-    # The logits are the caller's; other saved values of the final norm and the loss are not.
-    assert stats.bytes_kept_for_backward > NUM_STEPS * 2 * TOKENS * 512
     assert (stats.num_groups_on_tape, stats.host_bytes_in_use) == (0, 0)
 
 

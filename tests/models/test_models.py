@@ -81,7 +81,6 @@ def test_default_windows_on_real_models(name: str) -> None:
     assert_equal(found, kept)
     assert stats.bytes_reclaimed + stats.bytes_reloaded == stats.bytes_offloaded > 0
     assert stats.bytes_reclaimed > 0
-    assert stats.bytes_kept_for_backward > 0 or (name == "mixtral" and MIXTRAL_BREAKS)
     assert_nothing_held()
 
 

@@ -789,22 +789,6 @@ def test_what_is_no_wrong_prediction(why: str) -> None:
     assert fxoffload.stats().num_wrong_predictions == 0
 
 
-def test_groups_that_are_foretold_are_reloaded_in_that_order() -> None:
-    """The oldest first, as microbatches of a pipeline go backward."""
-    bench = Bench()
-    for step in range(2):
-        groups = [bench.save(10 * i, 10 * i + 1) for i in range(4)]
-        bench.engine.release(0)
-        for i, group in enumerate(groups):
-            bench.request(group)
-            if i == 1 or (i == 0 and step):
-                assert not any(any(reloaded(g)) for g in groups[i + 2 :])
-                bench.engine.prefetch(3 * NBYTES)
-                assert [reloaded(g) for g in groups[i:]][:3] == [[True, True], [True, False], [False, False]]
-            bench.take(group.in_need_order())
-    assert fxoffload.stats().num_wrong_predictions == 0
-
-
 def test_a_plan_says_which_groups_follow() -> None:
     """Whatever the save order expects: here nothing comes before the next forward, or the youngest but one alone."""
     bench = Bench()
