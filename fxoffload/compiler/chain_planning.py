@@ -24,7 +24,7 @@ import torch
 
 from fxoffload.compiler.batch_sizes import Sizes
 from fxoffload.compiler.chain_graphs import GraphDescription, descriptions_at
-from fxoffload.compiler.chain_search import ChainChoice, ChainObjective, ChainSearch
+from fxoffload.compiler.chain_search import ChainChoice, ChainSearch
 from fxoffload.compiler.explain import (
     ExplainRow,
     floors_of,
@@ -37,6 +37,7 @@ from fxoffload.compiler.explain import (
     why_it_stays,
 )
 from fxoffload.compiler.planning import TUNING_BYTES
+from fxoffload.compiler.search_rounds import SearchAim
 from fxoffload.compiler.variant_maker import VariantMaker
 from fxoffload.passes.find_candidates import SavedValues
 from fxoffload.plan_report.plan import Plan
@@ -296,7 +297,7 @@ class ChainPlanning:
         FSDP2, two H200s, 2026-11-28).
         """
         if self.limit_bytes is None:
-            aim = ChainObjective(max_ms=self._most_ms)
+            aim = SearchAim(max_ms=self._most_ms)
             self._quick = self.chain_search.as_compiled(aim)
             return self._quick.schedule
         return self.compiled.scheduler.least_time(self.limit_bytes)
@@ -315,7 +316,7 @@ class ChainPlanning:
         if self.objective.budget_bytes is not None:
             return self._within(self.objective.budget_bytes)
         slowdown = self.objective.max_slowdown or 0.0
-        found = self._take(ChainObjective(max_ms=self._most_ms))
+        found = self._take(SearchAim(max_ms=self._most_ms))
         if found is None or found.simulation.peak_bytes > (1 - _WORTH) * self.baseline.peak_bytes:
             self.choice = self.plain
             instead = "nothing moves" if any(d.recomputed for d in self.descriptions) else "everything is kept"
@@ -370,10 +371,10 @@ class ChainPlanning:
         limit = bytes_for_graphs(budget, self.device)
         is_promised = not self._is_largest and not self.objective.is_checkpointing
         spare = int(_SPARE * limit) if is_promised and self.baseline.peak_bytes > limit else 0
-        found = self._take(ChainObjective(limit_bytes=limit - spare))
+        found = self._take(SearchAim(limit_bytes=limit - spare))
         if found is None and spare:
             spare = 0
-            found = self._take(ChainObjective(limit_bytes=limit))
+            found = self._take(SearchAim(limit_bytes=limit))
         if found is None:
             found = self._smallest(self.choice)
             least = found.simulation.peak_bytes + budget - limit
@@ -398,7 +399,7 @@ class ChainPlanning:
             )
         return found
 
-    def _take(self, aim: ChainObjective) -> Schedule | None:
+    def _take(self, aim: SearchAim) -> Schedule | None:
         """Set ``choice`` to the best one; its schedule, None where it misses the aim. Graphs as they were compiled are
         taken where others are hardly better: variants have to be compiled."""
         self.compiled = self._quick or self.chain_search.as_compiled(aim)
@@ -418,7 +419,7 @@ class ChainPlanning:
     def _is_slow(self, found: Schedule) -> bool:
         return found.simulation.step_ms > (1 + _WORTH_MS) * self.baseline.step_ms
 
-    def _is_worth_it(self, found: Schedule, compiled: Schedule, aim: ChainObjective) -> bool:
+    def _is_worth_it(self, found: Schedule, compiled: Schedule, aim: SearchAim) -> bool:
         if aim.limit_bytes is not None:
             return found.simulation.step_ms < compiled.simulation.step_ms - _WORTH_MS * self.baseline.step_ms
         return found.simulation.peak_bytes <= (1 - _WORTH) * compiled.simulation.peak_bytes

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fxoffload.compiler.chain_graphs import GraphDescription
+from fxoffload.compiler.search_rounds import SearchAim, search_rounds
 from fxoffload.compiler.variant_maker import PlannedVariant, Points, VariantMaker
-from fxoffload.planner import solve
 from fxoffload.planner.as_measured import measured_step
 from fxoffload.planner.chain import NO_EXTRA_MEMORY, Chain, ExtraMemory, concatenate, with_turn
 from fxoffload.planner.chain_problem import chain_problem
@@ -39,11 +39,6 @@ CallVariants = tuple[PlannedVariant | None, ...]
 
 # Most points of a graph's frontier that are partitioned.
 _MOST_VARIANTS = 6
-# Rounds in which the solver chooses once more because a chain missed its promise; then margins (of time, of bytes)
-# within which a promise is kept.
-_MAX_ROUNDS = 4
-_ENOUGH = 0.005
-_CLOSE = 0.01
 
 
 @dataclass(frozen=True)
@@ -67,38 +62,6 @@ class ChainChoice:
     def candidates_of(self, call: int) -> tuple[str, ...]:
         """Names in the step of one call, in its order."""
         return tuple(c.name for c in self.steps[call].candidates)
-
-
-@dataclass(frozen=True)
-class ChainObjective:
-    """The aim of a search: one of the first two is None.
-
-    Attributes:
-        limit_bytes: find the least time within this budget.
-        max_ms: find the least peak within this time.
-    """
-
-    limit_bytes: int | None = None
-    max_ms: float | None = None
-
-    def schedule(self, scheduler: Scheduler) -> Schedule | None:
-        """The best for one chain."""
-        if self.limit_bytes is not None:
-            return scheduler.least_time(self.limit_bytes)
-        assert self.max_ms is not None
-        return scheduler.least_peak(self.max_ms)
-
-    def key(self, choice: ChainChoice) -> tuple[float, float]:
-        """The order of choices: the smaller, the better."""
-        if choice.schedule is None:
-            return (float("inf"), choice.scheduler.smallest().simulation.peak_bytes)
-        return self.key_of(choice.schedule)
-
-    def key_of(self, schedule: Schedule) -> tuple[float, float]:
-        """The order of schedules: the smaller, the better."""
-        if self.limit_bytes is not None:
-            return schedule.key
-        return (schedule.simulation.peak_bytes, schedule.simulation.step_ms)
 
 
 class ChainSearch:
@@ -148,7 +111,7 @@ class ChainSearch:
         self._of_variants: dict[tuple[int, PlannedVariant], TrainingStep] = {}
         self._estimates_of: dict[tuple[int, PlannedVariant], TrainingStep] = {}
 
-    def as_compiled(self, aim: ChainObjective | None = None) -> ChainChoice:
+    def as_compiled(self, aim: SearchAim | None = None) -> ChainChoice:
         """Every graph as it was compiled; scheduled where there is an aim."""
         return self.with_variants((None,) * len(self.calls), aim)
 
@@ -176,55 +139,28 @@ class ChainSearch:
         """The step in which all activation checkpointing is obeyed, and nothing moves."""
         return self._scheduler(self._chain([c.checkpointed for c in self.calls]).step).keep_all()
 
-    def with_variants(self, variants: CallVariants, aim: ChainObjective | None = None) -> ChainChoice:
+    def with_variants(self, variants: CallVariants, aim: SearchAim | None = None) -> ChainChoice:
         """The choice in which every call runs its variant."""
         chain = self._layout(variants)
         scheduler = self._scheduler(chain.step)
         steps = tuple(self._steps(variants))
         return ChainChoice(variants, steps, chain, scheduler, None if aim is None else aim.schedule(scheduler))
 
-    def search(self, aim: ChainObjective) -> list[ChainChoice]:
+    def search(self, aim: SearchAim) -> list[ChainChoice]:
         """Choices that recompute something else than the graphs as compiled; none where no graph can."""
         if not any(self._variants_by_kind.values()):
             return []
         # The choice that recomputes most, whatever the solver thinks of it.
         found = [self.with_variants(tuple((self._variants_by_kind[kind] or [None])[-1] for kind in self._kinds), aim)]
-        seen: set[tuple[int, ...]] = set()
-        limit, max_ms = aim.limit_bytes, aim.max_ms
-        problem, picked = self._narrowed(limit, max_ms)
-        for _ in range(_MAX_ROUNDS if problem is not None else 0):
-            assert problem is not None
-            solution = _solve(problem, limit, max_ms)
-            if solution is None or solution.variants in seen:
-                break
-            seen.add(solution.variants)
+        problem, picked = self._narrowed(aim)
+        if problem is None:
+            return found
+
+        def lay_out(solution: Solution) -> ChainChoice:
             pairs = zip(self._kinds, solution.variants, strict=True)
-            choice = self.with_variants(tuple(picked[kind][a] for kind, a in pairs), aim)
-            found.append(choice)
-            outcome = choice.schedule.simulation if choice.schedule is not None else None
-            log.debug(
-                "recompute choice of a chain: promised %.1f ms, %.2f GiB; laid out %s",
-                solution.ms,
-                solution.peak_bytes / 2**30,
-                "nothing that meets the objective"
-                if outcome is None
-                else f"{outcome.step_ms:.1f} ms, {outcome.peak_bytes / 2**30:.2f} GiB",
-            )
-            if limit is not None:
-                assert aim.limit_bytes is not None
-                if outcome is not None and outcome.step_ms <= solution.ms * (1 + _ENOUGH):
-                    break
-                excess = 0
-                if outcome is None:
-                    excess = choice.scheduler.smallest().simulation.peak_bytes - aim.limit_bytes
-                limit -= max(excess, int(2 * _CLOSE * aim.limit_bytes))
-            else:
-                assert max_ms is not None and aim.max_ms is not None
-                if outcome is not None and outcome.peak_bytes <= solution.peak_bytes * (1 + _CLOSE):
-                    break
-                # The chain computes longer than promised; it will do so the next time too.
-                beyond = choice.chain.step.compute_ms - (solution.ms - solution.exposed_ms)
-                max_ms = min(max_ms, aim.max_ms - max(beyond, 0.0)) - _CLOSE / 10 * aim.max_ms
+            return self.with_variants(tuple(picked[kind][a] for kind, a in pairs), aim)
+
+        found.extend(search_rounds(problem, aim, lay_out))
         return found
 
     # -- the choices ---------------------------------------------------------------------------------------------------
@@ -258,9 +194,7 @@ class ChainSearch:
 
         return _variants_of(call.variant_maker, call.step, step_of, may_save_more=call.may_save_more)
 
-    def _narrowed(
-        self, limit: int | None, max_ms: float | None
-    ) -> tuple[Problem | None, dict[int, list[PlannedVariant | None]]]:
+    def _narrowed(self, aim: SearchAim) -> tuple[Problem | None, dict[int, list[PlannedVariant | None]]]:
         """The problem with as many variants per kind as a graph may have: those that it has, and those that the solver
         would use most."""
         every: dict[int, list[PlannedVariant | None]] = {
@@ -272,7 +206,7 @@ class ChainSearch:
         room = {kind: maker.room() for kind, maker in makers.items()}
         if all(len(set(found) - there[kind]) <= room[kind] for kind, found in self._variants_by_kind.items() if found):
             return self._problem(every), every
-        solution = _solve(self._problem(every), limit, max_ms)
+        solution = aim.solve(self._problem(every))
         if solution is None:
             return None, every
         used: dict[int, Counter[int]] = {kind: Counter() for kind in every}
@@ -411,11 +345,3 @@ def _renamed(compiled: Edges, variant: Edges) -> dict[str, str]:
         pairs = zip(mine, others, strict=True)
         found.update((a, b) for a, b in pairs if a is not None and b is not None and a not in found)
     return found
-
-
-def _solve(problem: Problem, limit: int | None, max_ms: float | None) -> Solution | None:
-    if limit is not None:
-        found = solve.least_time(problem, limit)
-        return found if found is not None else solve.smallest_peak(problem)
-    assert max_ms is not None
-    return solve.least_peak(problem, max_ms)

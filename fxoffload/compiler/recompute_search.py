@@ -11,6 +11,7 @@ from typing import Any
 
 from fxoffload.compiler.choices import Choices
 from fxoffload.compiler.partitioning import Partitioning
+from fxoffload.compiler.search_rounds import CLOSE, ENOUGH, SearchAim, search_rounds
 from fxoffload.planner import solve
 from fxoffload.planner.problem import Solution
 from fxoffload.planner.schedule import Schedule, Scheduler
@@ -19,17 +20,8 @@ from fxoffload.planner.windows import least_peak_bytes
 
 log = logging.getLogger(__name__)
 
-# How often another recompute choice is made because a partitioning missed the objective.
-_MAX_ROUNDS = 5
-# A partitioning that is this close to what the choice promised is taken; and what a choice gives up for what
-# partitionings lack.
-_ENOUGH = 0.005
-_CLOSE = 0.01
 # Steps that differ by less take the same time.
 _SAME = 0.001
-# How much of what copies lacked is taken off the budget of the next choice, and the most that is, as a part of it.
-_SHORTFALL = 0.6
-_MOST_TAKEN = 0.1
 # How often a smallest budget is raised to what its partitionings need, and what the solver may promise to more than the
 # limit.
 _MAX_RAISES = 3
@@ -66,14 +58,6 @@ class Try:
         assert self.promised is not None
         offload = [n in self.promised.offloaded for n in self.scheduler.names]
         return limit_bytes + self.promised.peak_bytes - least_peak_bytes(self.scheduler.step, offload)
-
-    @property
-    def outcome(self) -> str:
-        """For logs."""
-        if self.schedule is None:
-            return "nothing that meets the objective"
-        found = self.schedule.simulation
-        return f"{found.step_ms:.1f} ms, {found.peak_bytes / 2**30:.2f} GiB"
 
 
 class RecomputeSearch:
@@ -120,38 +104,16 @@ class RecomputeSearch:
         return self._within[limit_bytes]
 
     def _search_within(self, limit_bytes: int) -> list[Try]:
-        def aim(scheduler: Scheduler) -> Schedule | None:
-            return scheduler.least_time(limit_bytes)
-
+        within = SearchAim(limit_bytes=limit_bytes)
+        aim = within.schedule
         tries = list(self._at_level(aim))
-        if self._choices is not None:
-            tries.extend(self._solved_within(self._choices, limit_bytes, aim))
-            tries.extend(self._faster(self._choices, fastest(tries), limit_bytes, aim))
+        if (choices := self._choices) is not None:
+            tries.extend(search_rounds(choices.problem, within, lambda found: self._solved(choices, found, aim)))
+            tries.extend(self._faster(choices, fastest(tries), limit_bytes, aim))
             tries.extend(self._as_checkpointed(fastest(tries), aim))
-            if all(t.schedule is None for t in tries) and (least := self._least(self._choices, aim)) is not None:
+            if all(t.schedule is None for t in tries) and (least := self._least(choices, aim)) is not None:
                 tries.append(least)
         return tries
-
-    def _solved_within(
-        self, choices: Choices, limit_bytes: int, aim: Callable[[Scheduler], Schedule | None]
-    ) -> Iterator[Try]:
-        budget, seen = limit_bytes, set[Hashable]()
-        for _ in range(_MAX_ROUNDS):
-            solution = solve.least_time(choices.problem, budget)
-            if solution is None:
-                solution = solve.smallest_peak(choices.problem)
-            found = self._try_new(choices, solution, aim, seen)
-            if found is None:
-                return
-            yield found
-            if found.schedule is None:
-                budget -= max(found.scheduler.smallest().simulation.peak_bytes - limit_bytes, int(_CLOSE * limit_bytes))
-                continue
-            if found.schedule.simulation.step_ms <= solution.ms * (1 + _ENOUGH):
-                return
-            # Compute waits until copies have freed enough memory: the shortfall is the bytes copied in that time.
-            short = found.schedule.simulation.exposed_ms * choices.problem.d2h_bytes_per_ms
-            budget = int(budget - max(2 * _CLOSE * budget, min(_SHORTFALL * short, _MOST_TAKEN * budget)))
 
     def _faster(
         self, choices: Choices, best: Try | None, limit_bytes: int, aim: Callable[[Scheduler], Schedule | None]
@@ -159,16 +121,19 @@ class RecomputeSearch:
         """Choices that promise to take more than ``limit_bytes``: partitionings take less than promised, some 3 % on
         models of Hugging Face."""
         seen, failed = set[Hashable](), _UNLIMITED
-        enough_ms = self._known("default")[1].keep_all().step_ms * (1 + _CLOSE)
+        enough_ms = self._known("default")[1].keep_all().step_ms * (1 + CLOSE)
         for _ in range(_MAX_RAISES):
             if best is None or best.promised is None or best.ms <= enough_ms:
                 return
-            budget = best.promise_for(limit_bytes) + int(_ENOUGH * limit_bytes)
+            budget = best.promise_for(limit_bytes) + int(ENOUGH * limit_bytes)
             budget = min(budget, (best.promised.peak_bytes + failed) // 2)
             solution = solve.least_time(choices.problem, budget)
             if solution is None or solution.ms >= best.ms * (1 - _SAME):
                 return
-            found = self._try_new(choices, solution, aim, seen)
+            if solution.variants in seen:
+                return
+            seen.add(solution.variants)
+            found = self._solved(choices, solution, aim)
             if found is None:
                 return
             yield found
@@ -230,11 +195,16 @@ class RecomputeSearch:
             return found
 
         tries = list(self._at_level(aim))
-        if self._choices is not None:
-            tries.extend(self._solved_as_fast(self._choices, most_ms, baseline.step_ms, aim))
+        if (choices := self._choices) is not None:
+            # A partitioning takes a little longer than its choice promises: kernels fuse otherwise than was assumed.
+            ask = SearchAim(max_ms=most_ms - CLOSE / 2 * baseline.step_ms)
+            as_fast = SearchAim(max_ms=most_ms)
+            tries.extend(
+                search_rounds(choices.problem, as_fast, lambda found: self._solved(choices, found, aim), ask=ask)
+            )
             best = smallest([t for t in tries if t.ms <= most_ms])
             if best is not None and best.schedule is not None:
-                tries.extend(self._faster_at(self._choices, best.schedule.simulation.peak_bytes, most_ms))
+                tries.extend(self._faster_at(choices, best.schedule.simulation.peak_bytes, most_ms))
         return [t for t in tries if t.ms <= most_ms] or tries
 
     def _faster_at(self, choices: Choices, limit_bytes: int, most_ms: float) -> Iterator[Try]:
@@ -246,26 +216,9 @@ class RecomputeSearch:
             return found if found is not None and found.simulation.step_ms <= most_ms else None
 
         solution = solve.least_time(choices.problem, limit_bytes)
-        found = None if solution is None else self._try_new(choices, solution, aim, set())
+        found = None if solution is None else self._solved(choices, solution, aim)
         if found is not None:
             yield found
-
-    def _solved_as_fast(
-        self, choices: Choices, most_ms: float, baseline_ms: float, aim: Callable[[Scheduler], Schedule | None]
-    ) -> Iterator[Try]:
-        # A partitioning takes a little longer than its choice promises: kernels fuse otherwise than was assumed.
-        limit, seen = most_ms - _CLOSE / 2 * baseline_ms, set[Hashable]()
-        for _ in range(_MAX_ROUNDS):
-            solution = solve.least_peak(choices.problem, limit)
-            found = None if solution is None else self._try_new(choices, solution, aim, seen)
-            if solution is None or found is None:
-                return
-            yield found
-            if found.schedule is not None:
-                return
-            # The partitioning computes longer than the choice promised; it will do so the next time too.
-            beyond = found.scheduler.step.compute_ms - (solution.ms - solution.exposed_ms)
-            limit = min(limit, most_ms - beyond) - _CLOSE / 10 * baseline_ms
 
     # -- partitionings -------------------------------------------------------------------------------------------------
 
@@ -274,19 +227,10 @@ class RecomputeSearch:
         found = self._try(level, level, aim)
         yield found or Try(*self._known("default"), schedule=None)
 
-    def _try_new(
-        self, choices: Choices, solution: Solution, aim: Callable[[Scheduler], Schedule | None], seen: set[Hashable]
-    ) -> Try | None:
-        """None if it was tried before, or saves nothing that may move."""
-        if solution.variants in seen:
-            return None
-        seen.add(solution.variants)
+    def _solved(self, choices: Choices, solution: Solution, aim: Callable[[Scheduler], Schedule | None]) -> Try | None:
+        """The solver's choice, partitioned. None if it saves nothing that may move."""
         found = self._try(solution.variants, choices.recompute(solution.variants), aim)
-        if found is not None:
-            promised = f"{solution.ms:.1f} ms, {solution.peak_bytes / 2**30:.2f} GiB"
-            log.debug("recompute choice: promised %s; partitioned %s", promised, found.outcome)
-            found = replace(found, promised=solution)
-        return found
+        return None if found is None else replace(found, promised=solution)
 
     def _try(self, key: Hashable, recompute: Recompute, aim: Callable[[Scheduler], Schedule | None]) -> Try | None:
         if key not in self._partitioned:

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxoffload.compiler.chain_graphs import GraphDescription
-from fxoffload.compiler.chain_search import ChainChoice, ChainObjective, ChainSearch, no_faster_forward
+from fxoffload.compiler.chain_search import ChainChoice, ChainSearch, no_faster_forward
+from fxoffload.compiler.search_rounds import SearchAim
 from fxoffload.machine.shelf import load_profile
 from fxoffload.planner import SegmentStep, StorageInfo, TrainingStep
 from fxoffload.planner.chain import concatenate
@@ -142,7 +143,7 @@ def ways(
     )
 
 
-def best(found: Sequence[ChainChoice], aim: ChainObjective) -> ChainChoice:
+def best(found: Sequence[ChainChoice], aim: SearchAim) -> ChainChoice:
     return min(found, key=aim.key)
 
 
@@ -197,7 +198,7 @@ def test_where_copies_cannot_hide_layers_recompute() -> None:
     Recomputing takes 0.5 ms."""
     found = ways(layer(), [layer((), again_ms=0.5)], 12)
     keep = found.as_compiled().scheduler.keep_all()
-    aim = ChainObjective(limit_bytes=keep.peak_bytes // 2)
+    aim = SearchAim(limit_bytes=keep.peak_bytes // 2)
     compiled = found.as_compiled(aim)
     choice = best(found.search(aim), aim)
     assert compiled.schedule is not None and choice.schedule is not None
@@ -211,7 +212,7 @@ def test_where_copies_cannot_hide_layers_recompute() -> None:
 def test_where_copies_hide_nothing_is_recomputed() -> None:
     found = ways(layer((16, 16), ms=10.0), [layer((), ms=10.0, again_ms=5.0)], 8)
     keep = found.as_compiled().scheduler.keep_all()
-    aim = ChainObjective(limit_bytes=keep.peak_bytes * 2 // 3)
+    aim = SearchAim(limit_bytes=keep.peak_bytes * 2 // 3)
     compiled = found.as_compiled(aim)
     assert compiled.schedule is not None
     assert compiled.schedule.simulation.step_ms <= 1.01 * keep.step_ms
@@ -222,7 +223,7 @@ def test_where_copies_hide_nothing_is_recomputed() -> None:
 def test_the_least_peak_within_a_slowdown() -> None:
     found = ways(layer(), [layer((64,), again_ms=0.02), layer((), again_ms=0.5)], 12)
     keep = found.as_compiled().scheduler.keep_all()
-    aim = ChainObjective(max_ms=1.05 * keep.step_ms)
+    aim = SearchAim(max_ms=1.05 * keep.step_ms)
     compiled, choice = found.as_compiled(aim), best(found.search(aim), aim)
     assert compiled.schedule is not None and choice.schedule is not None
     assert choice.schedule.simulation.step_ms <= 1.05 * keep.step_ms
@@ -233,7 +234,7 @@ def test_a_budget_that_only_recomputation_meets() -> None:
     """The host has no room."""
     found = ways(layer(), [layer((), again_ms=0.5)], 12, host_bytes=64 * MB)
     keep = found.as_compiled().scheduler.keep_all()
-    aim = ChainObjective(limit_bytes=keep.peak_bytes // 3)
+    aim = SearchAim(limit_bytes=keep.peak_bytes // 3)
     assert found.as_compiled(aim).schedule is None
     choice = best(found.search(aim), aim)
     assert choice.schedule is not None
@@ -244,7 +245,7 @@ def test_at_most_two_variants_of_a_graph_are_taken() -> None:
     several = [layer((56 - 8 * i, 64), again_ms=0.05 * (i + 1)) for i in range(6)]
     found = ways(layer(), several, 10)
     keep = found.as_compiled().scheduler.keep_all()
-    aim = ChainObjective(limit_bytes=keep.peak_bytes * 2 // 3)
+    aim = SearchAim(limit_bytes=keep.peak_bytes * 2 // 3)
     for choice in found.search(aim):
         assert len({id(v) for v in choice.variants if v is not None}) <= 2
 
@@ -256,7 +257,7 @@ def test_plans_have_the_room_that_earlier_ones_left(num_live: int, num_lost: int
     live = [layer((60 - 8 * i, 64), again_ms=0.05 * (i + 1)) for i in range(num_live)]
     found = ways(layer(), several, 10, live=live, num_lost=num_lost)
     variant_maker: Any = found.calls[0].variant_maker
-    aim = ChainObjective(limit_bytes=found.as_compiled().scheduler.keep_all().peak_bytes * 2 // 3)
+    aim = SearchAim(limit_bytes=found.as_compiled().scheduler.keep_all().peak_bytes * 2 // 3)
     options = found.search(aim)
     assert bool(options) == (num_lost < 2)
     assert bool(variant_maker.asked) == (num_live + num_lost < 2)
@@ -280,7 +281,7 @@ def test_what_is_picked_where_variants_live() -> None:
     # As if the solver used all of them, the new ones most.
     used = [7, 7, 7, 6, 6, 5, 4, 3, 2, 1]
     with mock.patch("fxoffload.compiler.chain_search._solve", return_value=mock.Mock(variants=used)):
-        _, picked = found._narrowed(1, None)
+        _, picked = found._narrowed(SearchAim(limit_bytes=1))
     ((first, *rest),) = picked.values()
     assert first is None
     assert rest == [variant_maker.live[0], offered[6]]
@@ -296,7 +297,7 @@ def test_where_sizes_vary_one_place_is_for_the_variant_that_saves_least(num_live
     (offered,) = found._variants_by_kind.values()
     used = [num_live + i for i in (3, 3, 3, 3, 2, 2, 2, 1, 1)]
     with mock.patch("fxoffload.compiler.chain_search._solve", return_value=mock.Mock(variants=[*used, 0])):
-        _, picked = found._narrowed(1, None)
+        _, picked = found._narrowed(SearchAim(limit_bytes=1))
     (rest,) = picked.values()
     new = [v for v in rest[1:] if v not in variant_maker.live]
     assert new == [offered[num_live + i - 1] for i in picked_new]
@@ -313,7 +314,7 @@ def test_a_new_variant_like_a_live_one_is_not_offered() -> None:
 
 def test_a_variant_that_saves_no_less_is_not_planned_for_nothing() -> None:
     found = ways(layer((8,)), [layer((64,), again_ms=0.1)], 4)
-    assert found.search(ChainObjective(limit_bytes=50 * MB)) == []
+    assert found.search(SearchAim(limit_bytes=50 * MB)) == []
 
 
 def test_an_input_that_only_a_variant_saves() -> None:
@@ -331,7 +332,7 @@ def test_an_input_that_only_a_variant_saves() -> None:
     description = described(without, variant_maker)
     found = ChainSearch([description] * 6, passed(6), lambda s: Scheduler(s, rates()), rates(), None)
     assert all("x" not in names for names in found.as_compiled().chain.candidates)
-    choice = found.search(ChainObjective(limit_bytes=300 * MB))[0]
+    choice = found.search(SearchAim(limit_bytes=300 * MB))[0]
     assert again(choice) == 6
     assert choice.chain.candidates[1:] == tuple((f"call {k}/y",) for k in range(5))
 
@@ -356,7 +357,7 @@ def test_no_option_exceeds_the_budget_and_none_plain_is_faster(
     recompute = Scheduler(uniform.step, rates()).keep_all()
     least = min(recompute.peak_bytes, plain.scheduler.smallest().simulation.peak_bytes)
     budget = round(least + share * (keep.peak_bytes - least))
-    aim = ChainObjective(limit_bytes=budget)
+    aim = SearchAim(limit_bytes=budget)
     options = [found.as_compiled(aim), *found.search(aim)]
     for choice in options:
         if choice.schedule is not None:
@@ -377,7 +378,7 @@ def test_what_a_forward_saves_by_writing_less_is_not_counted_on() -> None:
     assert no_faster_forward(slower, compiled) is slower
     assert no_faster_forward(compiled, compiled) is compiled
     count = 4
-    found = ways(compiled, [faster], count).search(ChainObjective(limit_bytes=400 * MB))
+    found = ways(compiled, [faster], count).search(SearchAim(limit_bytes=400 * MB))
     assert any(again(choice) for choice in found)
     for choice in found:
         assert sum(s.ms for s in choice.chain.step.forward) == pytest.approx(count * 1.0)

@@ -1,0 +1,147 @@
+"""The rounds of a search: the solver chooses what is recomputed, a try shows what that comes to, and the solver is
+asked for more where it promised too much.
+
+A promise is made of estimates. What is partitioned and laid out recomputes, fuses and copies a little otherwise. One
+graph and a step of several are searched by the same rounds.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
+
+from fxoffload.planner import solve
+from fxoffload.planner.problem import Problem, Solution
+from fxoffload.planner.schedule import Schedule, Scheduler
+
+log = logging.getLogger(__name__)
+
+# How often another choice is made because a try missed the aim.
+_MOST_ROUNDS = 5
+# A try that is this close to what the choice promised is taken; and what a choice gives up for what tries lack.
+ENOUGH = 0.005
+CLOSE = 0.01
+# How much of what copies lacked is taken off the budget of the next choice, and the most that is, as a part of it.
+_SHORTFALL = 0.6
+_MOST_TAKEN = 0.1
+
+
+class Tried(Protocol):
+    """A choice that was laid out."""
+
+    @property
+    def scheduler(self) -> Scheduler: ...
+    @property
+    def schedule(self) -> Schedule | None:
+        """The best for the aim; None: none meets it."""
+        ...
+
+
+_Tried = TypeVar("_Tried", bound=Tried)
+
+
+@dataclass(frozen=True)
+class SearchAim:
+    """The aim of a search: one of the first two is None.
+
+    Attributes:
+        limit_bytes: find the least time within this budget.
+        max_ms: find the least peak within this time.
+    """
+
+    limit_bytes: int | None = None
+    max_ms: float | None = None
+
+    def schedule(self, scheduler: Scheduler) -> Schedule | None:
+        """The best for one layout."""
+        if self.limit_bytes is not None:
+            return scheduler.least_time(self.limit_bytes)
+        assert self.max_ms is not None
+        return scheduler.least_peak(self.max_ms)
+
+    def key(self, tried: Tried) -> tuple[float, float]:
+        """The order of choices: the smaller, the better."""
+        if tried.schedule is None:
+            return (float("inf"), tried.scheduler.smallest().simulation.peak_bytes)
+        return self.key_of(tried.schedule)
+
+    def key_of(self, schedule: Schedule) -> tuple[float, float]:
+        """The order of schedules: the smaller, the better."""
+        if self.limit_bytes is not None:
+            return schedule.key
+        return (schedule.simulation.peak_bytes, schedule.simulation.step_ms)
+
+    def solve(self, problem: Problem) -> Solution | None:
+        """The solver's choice; the one of the least peak where none fits into a budget."""
+        if self.limit_bytes is not None:
+            return solve.least_time(problem, self.limit_bytes) or solve.smallest_peak(problem)
+        assert self.max_ms is not None
+        return solve.least_peak(problem, self.max_ms)
+
+    def missed(self, asked: SearchAim, solution: Solution, tried: Tried, d2h_bytes_per_ms: float) -> SearchAim | None:
+        """What to ask the solver for next; None: ``tried`` keeps its promise.
+
+        Args:
+            asked: what the solver was asked for.
+            solution: its answer.
+            tried: that, laid out.
+            d2h_bytes_per_ms: rate of copies to the host.
+        """
+        found = None if tried.schedule is None else tried.schedule.simulation
+        if self.limit_bytes is not None and asked.limit_bytes is not None:
+            if found is None:
+                short = tried.scheduler.smallest().simulation.peak_bytes - self.limit_bytes
+                return replace(asked, limit_bytes=asked.limit_bytes - max(short, int(CLOSE * self.limit_bytes)))
+            if found.step_ms <= solution.ms * (1 + ENOUGH):
+                return None
+            # Compute waits until copies have freed enough memory: the shortfall is the bytes copied in that time.
+            short = min(_SHORTFALL * found.exposed_ms * d2h_bytes_per_ms, _MOST_TAKEN * asked.limit_bytes)
+            return replace(asked, limit_bytes=int(asked.limit_bytes - max(2 * CLOSE * asked.limit_bytes, short)))
+        assert self.max_ms is not None and asked.max_ms is not None
+        if found is not None and found.peak_bytes <= solution.peak_bytes * (1 + CLOSE):
+            return None
+        # It computes longer than the choice promised; it will do so the next time too.
+        beyond = max(tried.scheduler.step.compute_ms - (solution.ms - solution.exposed_ms), 0.0)
+        return replace(asked, max_ms=min(asked.max_ms, self.max_ms - beyond) - CLOSE / 10 * self.max_ms)
+
+
+def search_rounds(
+    problem: Problem, aim: SearchAim, attempt: Callable[[Solution], _Tried | None], *, ask: SearchAim | None = None
+) -> Iterator[_Tried]:
+    """The tries, until one keeps its promise.
+
+    Args:
+        problem: the choices.
+        aim: of the search.
+        attempt: lays a choice out; None: it saves nothing that may move.
+        ask: what the solver is asked for first; None: ``aim``.
+    """
+    asked, seen = ask or aim, set[tuple[int, ...]]()
+    for _ in range(_MOST_ROUNDS):
+        solution = asked.solve(problem)
+        if solution is None or solution.variants in seen:
+            return
+        seen.add(solution.variants)
+        if (tried := attempt(solution)) is None:
+            return
+        log.debug(
+            "recompute choice: promised %s; laid out %s", _text(solution.ms, solution.peak_bytes), _outcome(tried)
+        )
+        yield tried
+        found = aim.missed(asked, solution, tried, problem.d2h_bytes_per_ms)
+        if found is None:
+            return
+        asked = found
+
+
+def _outcome(tried: Tried) -> str:
+    if tried.schedule is None:
+        return "nothing that meets the aim"
+    found = tried.schedule.simulation
+    return _text(found.step_ms, found.peak_bytes)
+
+
+def _text(ms: float, nbytes: int) -> str:
+    return f"{ms:.1f} ms, {nbytes / 2**30:.2f} GiB"
