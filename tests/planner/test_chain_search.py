@@ -280,7 +280,7 @@ def test_what_is_picked_where_variants_live() -> None:
     (offered,) = found._variants_by_kind.values()
     # As if the solver used all of them, the new ones most.
     used = [7, 7, 7, 6, 6, 5, 4, 3, 2, 1]
-    with mock.patch("fxoffload.compiler.chain_search._solve", return_value=mock.Mock(variants=used)):
+    with mock.patch.object(SearchAim, "solve", return_value=mock.Mock(variants=used)):
         _, picked = found._narrowed(SearchAim(limit_bytes=1))
     ((first, *rest),) = picked.values()
     assert first is None
@@ -296,7 +296,7 @@ def test_where_sizes_vary_one_place_is_for_the_variant_that_saves_least(num_live
     variant_maker: Any = found.calls[0].variant_maker
     (offered,) = found._variants_by_kind.values()
     used = [num_live + i for i in (3, 3, 3, 3, 2, 2, 2, 1, 1)]
-    with mock.patch("fxoffload.compiler.chain_search._solve", return_value=mock.Mock(variants=[*used, 0])):
+    with mock.patch.object(SearchAim, "solve", return_value=mock.Mock(variants=[*used, 0])):
         _, picked = found._narrowed(SearchAim(limit_bytes=1))
     (rest,) = picked.values()
     new = [v for v in rest[1:] if v not in variant_maker.live]
