@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fxoffload.compiler.search_rounds import SearchAim, search_rounds
+
+RATE = 100.0  # bytes per millisecond to the host
+
+
+def solution(ms: float, peak: int = 900, exposed: float = 0.0) -> Any:
+    return SimpleNamespace(ms=ms, peak_bytes=peak, exposed_ms=exposed)
+
+
+def tried(ms: float | None, peak: int = 900, *, exposed: float = 0.0, compute: float = 10.0, least: int = 0) -> Any:
+    """Laid out; ``ms``: of its schedule, None where none meets the aim."""
+    simulation = SimpleNamespace(step_ms=ms, peak_bytes=peak, exposed_ms=exposed)
+    smallest = SimpleNamespace(simulation=SimpleNamespace(peak_bytes=least))
+    return SimpleNamespace(
+        schedule=None if ms is None else SimpleNamespace(simulation=simulation),
+        scheduler=SimpleNamespace(step=SimpleNamespace(compute_ms=compute), smallest=lambda: smallest),
+    )
+
+
+class Asked:
+    """What the solver was asked for, and its answers: one choice after the other."""
+
+    def __init__(self, answers: list[Any], monkeypatch: pytest.MonkeyPatch, *, same: bool = False) -> None:
+        self.aims: list[SearchAim] = []
+        self._answers: Iterator[Any] = iter(answers)
+        monkeypatch.setattr(SearchAim, "solve", lambda aim, problem: self._solve(aim))
+        self._same = same
+
+    def _solve(self, aim: SearchAim) -> Any:
+        self.aims.append(aim)
+        found = next(self._answers, None)
+        if found is not None:
+            found.variants = (0 if self._same else len(self.aims),)
+        return found
+
+
+def rounds(aim: SearchAim, tries: list[Any], **how: Any) -> list[Any]:
+    waiting = iter(tries)
+    problem: Any = SimpleNamespace(d2h_bytes_per_ms=RATE)
+    return list(search_rounds(problem, aim, lambda _: next(waiting), **how))
+
+
+def test_a_kept_promise_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Asked([solution(100.0), solution(100.0)], monkeypatch)
+    assert len(rounds(SearchAim(limit_bytes=1000), [tried(100.4)])) == 1
+    assert asked.aims == [SearchAim(limit_bytes=1000)]
+
+
+@pytest.mark.parametrize(
+    ("first", "next_limit"),
+    [
+        (tried(110.0, exposed=1.0), 940),  # 0.6 of the bytes that were copied while compute waited
+        (tried(110.0), 980),  # at least 2 %
+        (tried(210.0, exposed=100.0), 900),  # at most 10 %
+        (tried(None, least=1007), 990),  # nothing meets it, nearly
+        (tried(None, least=1150), 850),
+    ],
+)
+def test_what_a_try_lacks_is_taken_off_the_next_budget(
+    first: Any, next_limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = Asked([solution(100.0), solution(100.0)], monkeypatch)
+    assert len(rounds(SearchAim(limit_bytes=1000), [first, tried(100.0)])) == 2
+    assert [aim.limit_bytes for aim in asked.aims] == [1000, next_limit]
+
+
+@pytest.mark.parametrize(
+    ("first", "next_ms"),
+    [
+        (tried(None, compute=104.0), 199.8 - 4.0),  # it computes 4 ms longer than the 100 that were promised
+        (tried(199.0, peak=950, compute=90.0), 199.8),  # less memory was promised
+    ],
+)
+def test_a_try_that_computes_longer_leaves_less_time_for_copies(
+    first: Any, next_ms: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = Asked([solution(103.0, exposed=3.0), solution(103.0)], monkeypatch)
+    rounds(SearchAim(max_ms=200.0), [first, tried(199.0)])
+    assert [aim.max_ms for aim in asked.aims] == [200.0, pytest.approx(next_ms)]
+
+
+def test_the_first_question_may_ask_for_more_than_the_aim(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Asked([solution(100.0)], monkeypatch)
+    rounds(SearchAim(max_ms=200.0), [tried(199.0)], ask=SearchAim(max_ms=190.0))
+    assert asked.aims == [SearchAim(max_ms=190.0)]
+
+
+def test_where_it_ends_without_a_kept_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+    aim, missed = SearchAim(limit_bytes=1000), [tried(110.0)] * 9
+    Asked([solution(100.0)] * 9, monkeypatch)
+    assert len(rounds(aim, missed)) == 5
+    Asked([solution(100.0)] * 9, monkeypatch, same=True)
+    assert len(rounds(aim, missed)) == 1  # the same choice again
+    Asked([solution(100.0)], monkeypatch)
+    assert len(rounds(aim, missed)) == 1  # no choice
+    Asked([solution(100.0)] * 9, monkeypatch)
+    assert rounds(aim, [None]) == []  # nothing that may move
