@@ -100,7 +100,7 @@ class SearchAim:
             short = min(_SHORTFALL * found.exposed_ms * d2h_bytes_per_ms, _MOST_TAKEN * asked.limit_bytes)
             return replace(asked, limit_bytes=int(asked.limit_bytes - max(2 * CLOSE * asked.limit_bytes, short)))
         assert self.max_ms is not None and asked.max_ms is not None
-        if found is not None and found.peak_bytes <= solution.peak_bytes * (1 + CLOSE):
+        if found is not None and (asked.max_ms < self.max_ms or found.peak_bytes <= solution.peak_bytes * (1 + CLOSE)):
             return None
         # It computes longer than the choice promised; it will do so the next time too.
         beyond = max(tried.scheduler.step.compute_ms - (solution.ms - solution.exposed_ms), 0.0)
