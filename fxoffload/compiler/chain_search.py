@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fxoffload.compiler.chain_graphs import GraphDescription
-from fxoffload.compiler.search_rounds import SearchAim, search_rounds
+from fxoffload.compiler.search_rounds import CLOSE, SearchAim, faster_rounds, ms_of, search_rounds
 from fxoffload.compiler.variant_maker import PlannedVariant, Points, VariantMaker
 from fxoffload.planner.as_measured import measured_step
 from fxoffload.planner.chain import NO_EXTRA_MEMORY, Chain, ExtraMemory, concatenate, with_turn
@@ -51,6 +51,7 @@ class ChainChoice:
         chain: so laid out.
         scheduler: of ``chain``.
         schedule: what moves when; None: the objective is not reached so.
+        promised: the solver's solution that it is; None: the solver was not asked.
     """
 
     variants: CallVariants
@@ -58,6 +59,7 @@ class ChainChoice:
     chain: Chain
     scheduler: Scheduler
     schedule: Schedule | None = None
+    promised: Solution | None = None
 
     def candidates_of(self, call: int) -> tuple[str, ...]:
         """Names in the step of one call, in its order."""
@@ -158,9 +160,14 @@ class ChainSearch:
 
         def lay_out(solution: Solution) -> ChainChoice:
             pairs = zip(self._kinds, solution.variants, strict=True)
-            return self.with_variants(tuple(picked[kind][a] for kind, a in pairs), aim)
+            choice = self.with_variants(tuple(picked[kind][a] for kind, a in pairs), aim)
+            return replace(choice, promised=solution)
 
         found.extend(search_rounds(problem, aim, lay_out))
+        if aim.limit_bytes is not None:
+            best = min(found, key=ms_of)
+            enough_ms = self.as_compiled().scheduler.keep_all().step_ms * (1 + CLOSE)
+            found.extend(faster_rounds(problem, aim.limit_bytes, best, lay_out, enough_ms=enough_ms))
         return found
 
     # -- the choices ---------------------------------------------------------------------------------------------------

@@ -4,26 +4,22 @@ cost."""
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from fxoffload.compiler.choices import Choices
 from fxoffload.compiler.partitioning import Partitioning
-from fxoffload.compiler.search_rounds import CLOSE, ENOUGH, SearchAim, search_rounds
+from fxoffload.compiler.search_rounds import CLOSE, SearchAim, faster_rounds, ms_of, search_rounds
 from fxoffload.planner import solve
 from fxoffload.planner.problem import Solution
 from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.simulate import Simulation
-from fxoffload.planner.windows import least_peak_bytes
 
 log = logging.getLogger(__name__)
 
-# Steps that differ by less take the same time.
-_SAME = 0.001
-# How often a smallest budget is raised to what its partitionings need, and what the solver may promise to more than the
-# limit.
+# How often a smallest budget is raised to what its partitionings need.
 _MAX_RAISES = 3
 _UNLIMITED = 1 << 62
 
@@ -46,18 +42,6 @@ class Try:
     schedule: Schedule | None
     limit_bytes: int | None = None
     promised: Solution | None = None
-
-    @property
-    def ms(self) -> float:
-        """Milliseconds of its step; infinite where nothing meets the objective."""
-        return math.inf if self.schedule is None else self.schedule.simulation.step_ms
-
-    def promise_for(self, limit_bytes: int) -> int:
-        """Bytes to ask the solver for, so that a partitioning takes ``limit_bytes``: this one took less than
-        promised."""
-        assert self.promised is not None
-        offload = [n in self.promised.offloaded for n in self.scheduler.names]
-        return limit_bytes + self.promised.peak_bytes - least_peak_bytes(self.scheduler.step, offload)
 
 
 class RecomputeSearch:
@@ -108,36 +92,15 @@ class RecomputeSearch:
         aim = within.schedule
         tries = list(self._at_level(aim))
         if (choices := self._choices) is not None:
-            tries.extend(search_rounds(choices.problem, within, lambda found: self._solved(choices, found, aim)))
-            tries.extend(self._faster(choices, fastest(tries), limit_bytes, aim))
+            attempt = partial(self._solved, choices, aim)
+            tries.extend(search_rounds(choices.problem, within, attempt))
+            enough_ms = self._known("default")[1].keep_all().step_ms * (1 + CLOSE)
+            best = fastest(tries)
+            tries.extend(faster_rounds(choices.problem, limit_bytes, best, attempt, enough_ms=enough_ms))
             tries.extend(self._as_checkpointed(fastest(tries), aim))
             if all(t.schedule is None for t in tries) and (least := self._least(choices, aim)) is not None:
                 tries.append(least)
         return tries
-
-    def _faster(
-        self, choices: Choices, best: Try | None, limit_bytes: int, aim: Callable[[Scheduler], Schedule | None]
-    ) -> Iterator[Try]:
-        """Choices that promise to take more than ``limit_bytes``: partitionings take less than promised, some 3 % on
-        models of Hugging Face."""
-        seen, failed = set[Hashable](), _UNLIMITED
-        enough_ms = self._known("default")[1].keep_all().step_ms * (1 + CLOSE)
-        for _ in range(_MAX_RAISES):
-            if best is None or best.promised is None or best.ms <= enough_ms:
-                return
-            budget = best.promise_for(limit_bytes) + int(ENOUGH * limit_bytes)
-            budget = min(budget, (best.promised.peak_bytes + failed) // 2)
-            solution = solve.least_time(choices.problem, budget)
-            if solution is None or solution.ms >= best.ms * (1 - _SAME):
-                return
-            if solution.variants in seen:
-                return
-            seen.add(solution.variants)
-            found = self._solved(choices, solution, aim)
-            if found is None:
-                return
-            yield found
-            best, failed = (found, failed) if found.ms < best.ms else (best, budget)
 
     def _as_checkpointed(self, best: Try | None, aim: Callable[[Scheduler], Schedule | None]) -> Iterator[Try]:
         """Checkpointing's choice, where that may be faster than the best so far."""
@@ -199,13 +162,11 @@ class RecomputeSearch:
             # A partitioning takes a little longer than its choice promises: kernels fuse otherwise than was assumed.
             ask = SearchAim(max_ms=most_ms - CLOSE / 2 * baseline.step_ms)
             as_fast = SearchAim(max_ms=most_ms)
-            tries.extend(
-                search_rounds(choices.problem, as_fast, lambda found: self._solved(choices, found, aim), ask=ask)
-            )
-            best = smallest([t for t in tries if t.ms <= most_ms])
+            tries.extend(search_rounds(choices.problem, as_fast, partial(self._solved, choices, aim), ask=ask))
+            best = smallest([t for t in tries if ms_of(t) <= most_ms])
             if best is not None and best.schedule is not None:
                 tries.extend(self._faster_at(choices, best.schedule.simulation.peak_bytes, most_ms))
-        return [t for t in tries if t.ms <= most_ms] or tries
+        return [t for t in tries if ms_of(t) <= most_ms] or tries
 
     def _faster_at(self, choices: Choices, limit_bytes: int, most_ms: float) -> Iterator[Try]:
         """One more choice, within the peak that was reached: to get there, all the time that was allowed may have gone,
@@ -216,7 +177,7 @@ class RecomputeSearch:
             return found if found is not None and found.simulation.step_ms <= most_ms else None
 
         solution = solve.least_time(choices.problem, limit_bytes)
-        found = None if solution is None else self._solved(choices, solution, aim)
+        found = None if solution is None else self._solved(choices, aim, solution)
         if found is not None:
             yield found
 
@@ -227,7 +188,7 @@ class RecomputeSearch:
         found = self._try(level, level, aim)
         yield found or Try(*self._known("default"), schedule=None)
 
-    def _solved(self, choices: Choices, solution: Solution, aim: Callable[[Scheduler], Schedule | None]) -> Try | None:
+    def _solved(self, choices: Choices, aim: Callable[[Scheduler], Schedule | None], solution: Solution) -> Try | None:
         """The solver's choice, partitioned. None if it saves nothing that may move."""
         found = self._try(solution.variants, choices.recompute(solution.variants), aim)
         return None if found is None else replace(found, promised=solution)

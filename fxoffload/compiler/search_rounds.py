@@ -8,6 +8,7 @@ graph and a step of several are searched by the same rounds.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
@@ -15,6 +16,7 @@ from typing import Protocol, TypeVar
 from fxoffload.planner import solve
 from fxoffload.planner.problem import Problem, Solution
 from fxoffload.planner.schedule import Schedule, Scheduler
+from fxoffload.planner.windows import least_peak_bytes
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +28,11 @@ CLOSE = 0.01
 # How much of what copies lacked is taken off the budget of the next choice, and the most that is, as a part of it.
 _SHORTFALL = 0.6
 _MOST_TAKEN = 0.1
+# How often the solver may promise to take more than the limit.
+_MOST_RAISES = 3
+# Steps that differ by less take the same time.
+_SAME = 0.001
+_UNLIMITED = 1 << 62
 
 
 class Tried(Protocol):
@@ -36,6 +43,11 @@ class Tried(Protocol):
     @property
     def schedule(self) -> Schedule | None:
         """The best for the aim; None: none meets it."""
+        ...
+
+    @property
+    def promised(self) -> Solution | None:
+        """The solver's answer that it is; None: the solver was not asked."""
         ...
 
 
@@ -134,6 +146,46 @@ def search_rounds(
         if found is None:
             return
         asked = found
+
+
+def faster_rounds(
+    problem: Problem,
+    limit_bytes: int,
+    best: _Tried | None,
+    attempt: Callable[[Solution], _Tried | None],
+    *,
+    enough_ms: float,
+) -> Iterator[_Tried]:
+    """Tries of choices that promise to take more than ``limit_bytes``: what is laid out takes less than promised, some
+    3 % on models of Hugging Face.
+
+    Args:
+        problem: the choices.
+        limit_bytes: the budget.
+        best: the fastest try within it so far; None: there is none.
+        attempt: as of ``search_rounds``.
+        enough_ms: nothing much faster is to be had.
+    """
+    failed = _UNLIMITED
+    for _ in range(_MOST_RAISES):
+        if best is None or best.schedule is None or best.promised is None or ms_of(best) <= enough_ms:
+            return
+        offload = [name in best.promised.offloaded for name in best.scheduler.names]
+        left = limit_bytes - least_peak_bytes(best.scheduler.step, offload)
+        asked = best.promised.peak_bytes + left + int(ENOUGH * limit_bytes)
+        asked = min(asked, (best.promised.peak_bytes + failed) // 2)
+        solution = solve.least_time(problem, asked)
+        if solution is None or solution.ms >= ms_of(best) * (1 - _SAME):
+            return
+        if (found := attempt(solution)) is None:
+            return
+        yield found
+        best, failed = (found, failed) if ms_of(found) < ms_of(best) else (best, asked)
+
+
+def ms_of(tried: Tried) -> float:
+    """Milliseconds of its step; infinite where nothing meets the aim."""
+    return math.inf if tried.schedule is None else tried.schedule.simulation.step_ms
 
 
 def _outcome(tried: Tried) -> str:

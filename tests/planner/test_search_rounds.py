@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from fxoffload.compiler.search_rounds import SearchAim, search_rounds
+from fxoffload.compiler import search_rounds as rounds_module
+from fxoffload.compiler.search_rounds import SearchAim, faster_rounds, search_rounds
 
 RATE = 100.0  # bytes per millisecond to the host
 
@@ -103,3 +104,47 @@ def test_where_it_ends_without_a_kept_promise(monkeypatch: pytest.MonkeyPatch) -
     assert len(rounds(aim, missed)) == 1  # no choice
     Asked([solution(100.0)] * 9, monkeypatch)
     assert rounds(aim, [None]) == []  # nothing that may move
+
+
+def faster(limit: int, tries: list[Any], best: Any, **how: Any) -> list[Any]:
+    waiting = iter(tries)
+    problem: Any = SimpleNamespace(d2h_bytes_per_ms=RATE)
+    return list(faster_rounds(problem, limit, best, lambda _: next(waiting), **how))
+
+
+def promised(ms: float, peak: int, laid_out: int, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A try that was promised to take ``peak`` bytes, and takes ``laid_out``."""
+    monkeypatch.setattr(rounds_module, "least_peak_bytes", lambda step, offload: laid_out)
+    found = tried(ms)
+    found.promised = solution(ms, peak=peak)
+    found.promised.offloaded, found.scheduler.names = (), ()
+    return found
+
+
+def test_where_less_is_taken_than_promised_more_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    answers = iter([solution(95.0, peak=1030), None])
+    monkeypatch.setattr(rounds_module.solve, "least_time", lambda _, nbytes: asked.append(nbytes) or next(answers))
+    best, better = promised(100.0, 1000, 970, monkeypatch), promised(95.0, 1030, 970, monkeypatch)
+    assert faster(1000, [better], best, enough_ms=90.0) == [better]
+    assert asked == [1035, 1065]  # what was left over, and half a percent
+
+
+@pytest.mark.parametrize("why", ["none", "not asked", "fast enough", "promises no more"])
+def test_where_no_more_is_asked_for(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds_module.solve, "least_time", lambda *_: solution(99.95))
+    best = promised(100.0, 1000, 970, monkeypatch)
+    if why == "not asked":
+        best.promised = None
+    enough_ms = 101.0 if why == "fast enough" else 90.0
+    assert faster(1000, [], None if why == "none" else best, enough_ms=enough_ms) == []
+
+
+def test_after_a_try_that_is_no_faster_half_as_much_more_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(
+        rounds_module.solve, "least_time", lambda _, nbytes: asked.append(nbytes) or solution(95.0, peak=nbytes)
+    )
+    best = promised(100.0, 1000, 970, monkeypatch)
+    assert len(faster(1000, [tried(None)] * 9, best, enough_ms=90.0)) == 3
+    assert asked == [1035, 1017, 1008]
