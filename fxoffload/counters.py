@@ -74,9 +74,9 @@ class Stats:
     costs_estimated: Mapping[str, int] = field(default_factory=dict)
     num_groups_on_tape: int = 0
 
-    def __getattr__(self, name: str) -> int:
-        if name != "bytes_kept_for_backward":
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+    @property
+    def bytes_kept_for_backward(self) -> int:
+        """Always 0, since ``policy="offload_all"`` offloads every candidate. Warns."""
         warn("stats().bytes_kept_for_backward is always 0: policy 'offload_all' offloads every candidate")
         return 0
 

@@ -63,7 +63,6 @@ class Options:
     in_flight_budget: most bytes on their way to the host at a time; they still use device memory. None: as many as the
         largest segment moves, which keeps the link busy with the least memory.
     prefetch_budget: most bytes reloaded ahead of their use; they already use device memory. None: half as much again.
-        With either budget set, the values that a forward saves last move like all others.
     inner: ``"inductor"``, or ``"aot_eager"`` to run the segments uncompiled (for debugging).
     inductor: Inductor options as in ``torch.compile(options=...)``, for every segment. Given as a
         mapping, stored as pairs sorted by name; ``inductor_config()`` is a fresh dict of them.

@@ -816,7 +816,7 @@ def test_host_memory_can_be_given_back_between_steps() -> None:
 def moved_by(policy: str) -> tuple[list[Tensor], fxoffload.Stats]:
     torch.compiler.reset()
     fxoffload.reset_stats()
-    found = gradients(*compile_model(policy=policy, in_flight_budget="1GiB"))  # a bound: the last saved values move too
+    found = gradients(*compile_model(policy=policy, in_flight_budget="1GiB"))
     return found, fxoffload.stats()
 
 

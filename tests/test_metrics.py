@@ -39,6 +39,4 @@ def test_a_plan_is_in_it_and_what_was_measured() -> None:
 
 def test_a_counter_that_went_still_reads_zero_and_says_so() -> None:
     with pytest.warns(UserWarning, match="always 0"):
-        assert fxoffload.stats().bytes_kept_for_backward == 0  # type: ignore[attr-defined]
-    with pytest.raises(AttributeError, match="no attribute 'bytes_moved'"):
-        _ = fxoffload.stats().bytes_moved  # type: ignore[attr-defined]
+        assert fxoffload.stats().bytes_kept_for_backward == 0

@@ -165,7 +165,7 @@ class ChainSearch:
 
         found.extend(search_rounds(problem, aim, lay_out))
         if aim.limit_bytes is not None:
-            best = min(found, key=ms_of)
+            best = min(found, key=lambda tried: (ms_of(tried), tried.promised is None))
             enough_ms = self.as_compiled().scheduler.keep_all().step_ms * (1 + CLOSE)
             found.extend(faster_rounds(problem, aim.limit_bytes, best, lay_out, enough_ms=enough_ms))
         return found

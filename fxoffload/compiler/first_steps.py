@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from fxoffload.compiler.chain_graphs import GraphDescription
 from fxoffload.compiler.chain_planning import ChainPlanning
@@ -31,11 +31,11 @@ log = logging.getLogger(__name__)
 _WAITING = 0.05
 # The device may notice a late host at each call.
 _HOST_MS = 0.3
-# How much longer than alone a segment takes at least in a step of FSDP2 whose device is busy all the time. First steps
-# that copy for half of their time tell less: backwards of 206 to 233 ms, which took 204 to 210 with segments that ran
-# alone, and 219 to 228 by the first steps of default plans. With 206 the plan's time was 10 % too short. In 41 of 42
-# calibrated plans they took 217 ms or more (pairs of H200s, 2026-11-28 to -30).
-_LONGER_THAN_ALONE = 1.07
+# How much longer a phase takes at least in a step of FSDP2 whose device is busy all the time than its segments take on
+# made-up inputs. First steps that copy for half of their time tell less: backwards of 206 to 233 ms, for 204 to 210 on
+# made-up inputs, and 219 to 228 in the first steps of default plans. With 206 the plan's time was 10 % too short. In
+# 41 of 42 calibrated plans they took 217 ms or more (pairs of H200s, 2026-11-28 to -30).
+_LONGER_IN_STEPS = 1.07
 
 
 class FirstSteps:
@@ -94,20 +94,20 @@ def measured_descriptions(planning: ChainPlanning, readings: Readings) -> list[G
     for description in planning.descriptions:
         step, is_measured = ran[id(description)]
         if description.basis == "segments" and fsdp2_is_used():
-            step = _no_faster(step, description.step, _LONGER_THAN_ALONE)
+            step = _no_faster(step, description.step, _LONGER_IN_STEPS)
         found[id(description)] = description.measured(step, "steps" if is_measured else description.basis)
     return [found[graph] for graph in graphs]
 
 
-def _no_faster(step: TrainingStep, alone: TrainingStep, factor: float) -> TrainingStep:
-    """``step`` with segments that take at least ``factor`` times as long as ``alone``."""
+def _no_faster(step: TrainingStep, before: TrainingStep, factor: float) -> TrainingStep:
+    """``step`` with phases that take at least ``factor`` times as long as in ``before``."""
 
-    def least(segments: Iterable[SegmentStep], others: Iterable[SegmentStep]) -> dict[str, float]:
-        return {s.name: max(s.ms, factor * other.ms) for s, other in zip(segments, others, strict=True)}
+    def longer(segments: Sequence[SegmentStep], others: Sequence[SegmentStep]) -> dict[str, float]:
+        took, least = sum(s.ms for s in segments), factor * sum(s.ms for s in others)
+        return {s.name: s.ms * max(least / took, 1.0) for s in segments} if took > 0 else {}
 
-    return measured_step(
-        step, {"forward": least(step.forward, alone.forward), "backward": least(step.backward, alone.backward)}
-    )
+    times = {"forward": longer(step.forward, before.forward), "backward": longer(step.backward, before.backward)}
+    return measured_step(step, times)  # type: ignore[arg-type]
 
 
 def _without_waits(readings: Readings) -> Times:

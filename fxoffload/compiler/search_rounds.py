@@ -166,7 +166,7 @@ def faster_rounds(
         attempt: as of ``search_rounds``.
         enough_ms: nothing much faster is to be had.
     """
-    failed = _UNLIMITED
+    failed, seen = _UNLIMITED, set[tuple[int, ...]]()
     for _ in range(_MOST_RAISES):
         if best is None or best.schedule is None or best.promised is None or ms_of(best) <= enough_ms:
             return
@@ -175,8 +175,9 @@ def faster_rounds(
         asked = best.promised.peak_bytes + left + int(ENOUGH * limit_bytes)
         asked = min(asked, (best.promised.peak_bytes + failed) // 2)
         solution = solve.least_time(problem, asked)
-        if solution is None or solution.ms >= ms_of(best) * (1 - _SAME):
+        if solution is None or solution.ms >= ms_of(best) * (1 - _SAME) or solution.variants in seen:
             return
+        seen.add(solution.variants)
         if (found := attempt(solution)) is None:
             return
         yield found

@@ -206,8 +206,7 @@ def _own_choice(graph: FakeGraph) -> tuple[dict[str, bool], Windows]:
     if planned is not None:
         return {c.name: False for c in step.candidates}, no_windows(step)
     flags = zip(description.graph.saved.candidates, description.graph.actions["auto"], strict=True)
-    # Such a graph has no two layers, and so no turn. Its windows follow its segments: about its largest value is under
-    # way.
+    # Its windows follow its segments: about its largest value is under way.
     most = max((c.moved_bytes or 0 for c in step.candidates), default=0)
     windows = Windows((most,) * (len(step.forward) + 1), (most,) * (len(step.backward) + 1))
     return {c.name: go for c, go in flags}, windows

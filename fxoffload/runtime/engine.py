@@ -163,7 +163,7 @@ class CopyEngine:
         self._in_flight_bytes = 0
         self._queue: deque[weakref.ref[Transfer]] = deque()
         # Whose backward is expected after the one that runs.
-        self._predicted: weakref.ref[Group] | None = None
+        self._predicted: tuple[weakref.ref[Group], ...] = ()
         # Serials that were handed out since the queue was made. Late ones still stand in it, and must not be reloaded a
         # second time.
         self._taken: set[int] = set()
@@ -311,15 +311,16 @@ class CopyEngine:
         self._collect()
         wanted = group.in_need_order()
         mine = set(wanted)
-        is_surprise = self._is_surprise(group)
+        # Before the surprise: what was passed over may still come right after this one.
         following = self.save_order.begin_backward(group, keeps_graph=keeps_graph)
+        is_surprise = self._is_surprise(group)
         if group.following is not None:
             following = [g for ref in group.following if (g := ref()) is not None and len(g)]
         # A target belongs to the compute stream that it was allocated on.
         following = [g for g in following if g.stream == group.stream] if across_graphs else []
         for other in following:
             wanted.extend(other.in_need_order())
-        self._predicted = weakref.ref(following[0]) if following and prefetch else None
+        self._predicted = tuple(map(weakref.ref, following)) if prefetch else ()
         self._reclaim_all(set(wanted) if group.takes_below else mine)
         expected = set(wanted)
         for item in list(self._ahead.values()):
@@ -335,9 +336,13 @@ class CopyEngine:
 
     def _is_surprise(self, group: Group) -> bool:
         """Whether the backward of another group was predicted. Counts it. One that holds nothing is never predicted."""
-        predicted = None if self._predicted is None else self._predicted()
+        predicted = self._predicted[0]() if self._predicted else None
         if predicted is None or predicted is group or not len(group):
             return False
+        passed = itertools.takewhile(lambda ref: ref() is not group, self._predicted)
+        for ref in passed:
+            if (other := ref()) is not None:
+                other.was_passed_over = True
         counters.add("num_wrong_predictions")
         return True
 

@@ -6,7 +6,6 @@ saved value that autograd hands it: a token, or the value itself.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,8 +30,6 @@ from fxoffload.torch_private.autograd import (
     saved_tensor_hooks_module,
 )
 from fxoffload.torch_private.graphs import boxed
-
-_GRAPHS = itertools.count(1)
 
 KEPT_FOR_HOOKS = "saved-tensor hooks"
 KEPT_FOR_COMPILED_AUTOGRAD = "compiled autograd"
@@ -99,7 +96,6 @@ def forward_callable(
     arguments. ``hooks``, ``tracked``, ``variants``: shared with its backward. ``step_begins``: makes the
     recording of the step of this call alone; see ``CallChoice``."""
     hooks = hooks or HookWatch()
-    graph = next(_GRAPHS)
     others = variants or Variants()
 
     def forward(args: list[Any]) -> list[Any]:
@@ -109,7 +105,7 @@ def forward_callable(
             tracked.forward_begins(args)
         choice, variant = _settled(decide(args), program, others)
         decisions = choice.offload
-        group = Group(engine.streams.compute_stream(), choice.windows, graph)
+        group = Group(engine.streams.compute_stream(), choice.windows)
         call = OuterCall(
             engine,
             program.options,

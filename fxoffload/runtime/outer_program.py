@@ -155,7 +155,6 @@ class OuterProgram:
         self.offload_candidates = tuple(offload_candidates)
         self.copies = None if copies is None else dict(copies)
         self.overwritten = tuple(overwritten)
-        # Whether the last saved values may stay where they are.
         self._candidate_at = 0
         self._build(_Steps(outer))
 

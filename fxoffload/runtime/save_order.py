@@ -28,7 +28,7 @@ class SaveOrder:
 
     def begin_backward(self, group: Group, *, keeps_graph: bool) -> list[Group]:
         """The backward of ``group`` begins. Returns the live groups whose backwards are expected to follow, the
-        next one first. Unless it keeps its graph the group leaves the save order.
+        next one first, without those that were passed over. Unless it keeps its graph the group leaves the save order.
 
         A group that holds nothing is not in the save order: all groups are expected to follow it.
         """
@@ -39,7 +39,7 @@ class SaveOrder:
                 return [] if len(group) else live[::-1]
             if not keeps_graph:
                 self._groups = [weakref.ref(g) for g in live if g is not group]
-            return live[:at][::-1]
+            return [g for g in live[:at][::-1] if not g.was_passed_over]
 
     def live(self) -> list[Group]:
         """Groups that autograd still holds, oldest first."""

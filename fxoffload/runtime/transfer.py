@@ -131,9 +131,10 @@ class Group:
 
     Transfers are ranked by the order in which the backward will ask for them. So prefetching from another graph's
     backward starts with those needed first. ``stream``: the compute stream of the forward call. ``windows``: of the
-    plan that the call followed. ``graph``: distinguishes compiled graphs. ``takes_below``: whether that plan is one for
-    a chain of calls, whose first backward also takes back values of earlier calls that are still on the device.
-    ``following``: the groups whose backwards come next, as that plan has them; None: the save order tells.
+    plan that the call followed. ``takes_below``: whether that plan is one for a chain of calls, whose first backward
+    also takes back values of earlier calls that are still on the device. ``was_passed_over``: its backward was
+    expected, and another one began: it may never begin, as of a loss that the caller keeps. ``following``: the groups
+    whose backwards come next, as that plan has them; None: the save order tells.
     """
 
     __slots__ = (
@@ -141,19 +142,19 @@ class Group:
         "_needs",
         "_ranked",
         "following",
-        "graph",
         "recording",
         "stream",
         "takes_below",
+        "was_passed_over",
         "windows",
     )
 
-    def __init__(self, stream: object = None, windows: Windows | None = None, graph: int = 0) -> None:
+    def __init__(self, stream: object = None, windows: Windows | None = None) -> None:
         self._ranked: list[tuple[int, Transfer]] = []
         self._needs: dict[int, int] = {}
         self.stream = stream
         self.windows = windows
-        self.graph = graph
+        self.was_passed_over = False
         self.takes_below = False
         self.following: tuple[weakref.ref[Group], ...] | None = None
         self.recording: StepRecording | None = None  # of the step of this call alone, until its backward begins

@@ -68,7 +68,7 @@ def test_dropout_is_that_of_eager_under_the_same_seed(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [n if n in ("qwen3", "t5", "mixtral") else slow(n) for n in MODELS])
 def test_default_windows_on_real_models(name: str) -> None:
-    """With reclaiming, and with the last saved values left in place; the other tests here bind both to nothing."""
+    """With reclaiming; the other tests here bind the windows to nothing."""
     built = build(name, layers=LAYERS)
     module = compiled(built.model, in_flight_budget=None, prefetch_budget=None)
     run = train_step(built.model, lambda: built.loss(module))

@@ -562,8 +562,14 @@ def test_predicted_peaks_are_what_an_h200_took(name: str) -> None:
         forward_temp_bytes=of_segments(forward),
         backward_temp_bytes=of_segments(backward, saved, backward.donations),
     )
-    # Without a plan, what the forward saves last stayed, and windows followed the largest segment of a layer.
-    stays = {m.name for m in offload_candidates if m.of_turn}
+    # Without a plan, what the forward saved last stayed in those runs: of a model with a head, the head's. Windows
+    # follow the largest segment of a layer.
+    last = max(i for i, s in enumerate(step.forward) if s.layer)
+    sizes = {c.name: c.moved_bytes or 0 for c in step.candidates}
+    head = {n for s in step.forward[last + 1 :] for n in s.writes}
+    of_last = {n for n in step.forward[last].writes if n in sizes}
+    is_heavy = 2 * sum(sizes.get(n, 0) for n in head) >= sum(sizes[n] for n in of_last)
+    stays = head if is_heavy else head | of_last
     nbytes = {c.name: c.moved_bytes or 0 for c in step.candidates}
     needs = Counter[int]()
     for take in step.takes or ():

@@ -106,6 +106,18 @@ def test_where_it_ends_without_a_kept_promise(monkeypatch: pytest.MonkeyPatch) -
     assert rounds(aim, [None]) == []  # nothing that may move
 
 
+def choice(number: int, ms: float, peak: int) -> Any:
+    found = solution(ms, peak=peak)
+    found.variants = (number,)
+    return found
+
+
+def test_the_same_choice_is_laid_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds_module.solve, "least_time", lambda _, nbytes: choice(1, 95.0, nbytes))
+    best = promised(100.0, 1000, 970, monkeypatch)
+    assert len(faster(1000, [tried(None)] * 9, best, enough_ms=90.0)) == 1
+
+
 def faster(limit: int, tries: list[Any], best: Any, **how: Any) -> list[Any]:
     waiting = iter(tries)
     problem: Any = SimpleNamespace(d2h_bytes_per_ms=RATE)
@@ -123,7 +135,7 @@ def promised(ms: float, peak: int, laid_out: int, monkeypatch: pytest.MonkeyPatc
 
 def test_where_less_is_taken_than_promised_more_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    answers = iter([solution(95.0, peak=1030), None])
+    answers = iter([choice(1, 95.0, 1030), None])
     monkeypatch.setattr(rounds_module.solve, "least_time", lambda _, nbytes: asked.append(nbytes) or next(answers))
     best, better = promised(100.0, 1000, 970, monkeypatch), promised(95.0, 1030, 970, monkeypatch)
     assert faster(1000, [better], best, enough_ms=90.0) == [better]
@@ -143,7 +155,7 @@ def test_where_no_more_is_asked_for(why: str, monkeypatch: pytest.MonkeyPatch) -
 def test_after_a_try_that_is_no_faster_half_as_much_more_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr(
-        rounds_module.solve, "least_time", lambda _, nbytes: asked.append(nbytes) or solution(95.0, peak=nbytes)
+        rounds_module.solve, "least_time", lambda _, nbytes: asked.append(nbytes) or choice(len(asked), 95.0, nbytes)
     )
     best = promised(100.0, 1000, 970, monkeypatch)
     assert len(faster(1000, [tried(None)] * 9, best, enough_ms=90.0)) == 3

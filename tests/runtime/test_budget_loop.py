@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from fxoffload.runtime.tracker.budget_loop import BudgetLoop
 from fxoffload.runtime.tracker.chains import ChainPlan, Meanwhile, Seen, Sizes
 from fxoffload.runtime.tracker.step_tracker import StepTracker
 from fxoffload.runtime.tracker.tracked_graph import TrackedGraph
+from fxoffload.runtime.transactions import Latch
 from fxoffload.runtime.transfer import Group
 from fxoffload.step.choice import Choice
 from fxoffload.step.edges import Edges
@@ -451,7 +453,50 @@ def test_where_no_quick_plan_meets_the_budget_a_step_waits_for_the_plan(
         threading.Timer(0.1, whole.set).start()
         assert model.steps(2, HEAD) == [25 if ends == "with a plan" else 5] * 2
     assert whole.is_set()
-    assert turns[:3] == ["launches", "waits", "launches"]  # or the plan would stand still
+    assert turns[:2] == ["waits", "launches"]  # or the plan would stand still
+
+
+def test_an_exception_that_comes_while_a_step_waits_is_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a signal handler that ends a step after some time. The next step waits again."""
+    world = World()
+    world.calls = StepTracker(
+        lambda: {}, in_background=True, memory=world.allocator.read, history=world.allocator.begin
+    )
+    model = world.model(30)
+    given, whole = threading.Event(), threading.Event()
+
+    def planner(tracked_graphs: Any, seen: Any, sizes: Any, /, meanwhile: Meanwhile | None = None) -> ChainPlan | None:
+        assert meanwhile is not None
+        meanwhile(None)
+        given.set()
+        assert whole.wait(60)
+        return model.plan(tracked_graphs, seen, sizes)
+
+    def interrupted(self: Latch, seconds: float | None = None) -> bool:
+        raise TimeoutError("on purpose")
+
+    for tracked in model.tracked_graphs:
+        tracked.planner = planner
+    assert model.steps(3, HEAD) == [5] * 3
+    assert given.wait(60)
+    with monkeypatch.context() as now, pytest.raises(TimeoutError, match="on purpose"):
+        now.setattr(Latch, "wait", interrupted)
+        model.steps(1, HEAD)
+    threading.Timer(0.1, whole.set).start()
+    assert model.steps(2, HEAD) == [25] * 2
+
+
+def test_a_step_of_other_sizes_does_not_wait() -> None:
+    world = World()
+    model = world.model(30)
+    (tracked, *_), chains = model.tracked_graphs, model.tracked_graphs[0].chains
+    sizes: dict[int, Sizes] = {8: (8,), 16: (16,)}
+    tracked.sizes = SimpleNamespace(told_by=lambda args: sizes[args[0]], rounded_up=lambda found: found)  # type: ignore[assignment]
+    tracked.may_follow = lambda: True
+    chains.at(sizes[16])
+    chains.await_plan(chains.at(sizes[8]))
+    assert world.calls._awaited(tracked, [16]) is None
+    assert world.calls._awaited(tracked, [8]) is chains.at(sizes[8]).awaited is not None
 
 
 # -- the peak of a step ------------------------------------------------------------------------------------------------

@@ -749,7 +749,6 @@ def test_what_was_reloaded_for_another_backward_makes_room_and_is_counted() -> N
     assert bench.take(first.in_need_order()) == [2]
     assert (reloaded(oldest), bench.ahead()) == ([True], NBYTES)
     between = bench.save(3, push=False)
-    between.graph = 1  # another one: nothing was seen of it, so the oldest is expected to follow
     bench.engine.save_order.push(between)
     bench.engine.release(0)
     bench.request(between)
@@ -768,7 +767,6 @@ def test_what_was_taken_back_for_another_backward_stays() -> None:
     bench.request(first)
     assert [t.there is not None and t.there.reclaimed for t in oldest.in_need_order()] == [True]
     between = bench.save(3, push=False)
-    between.graph = 1  # another one: nothing was seen of it
     bench.engine.save_order.push(between)
     bench.request(between)
     assert [t.there is not None and t.there.reclaimed for t in oldest.in_need_order()] == [True]

@@ -76,7 +76,7 @@ def test_one_object_for_each_call_is_seen() -> None:
     push = SaveOrder.push
 
     def remembers(self: SaveOrder, group: Group) -> None:
-        kept.append([group.graph])
+        kept.append([group.windows])
         push(self, group)
 
     with mock.patch.object(SaveOrder, "push", remembers):

@@ -395,13 +395,13 @@ class HostArena:
         if held is None or not self.has(block):
             raise RuntimeError(_NOT_HERE)
         first = start = block.span.start
-        end, borders = start + nbytes, self._borders
+        end = start + nbytes
         found: list[tuple[int, torch.Tensor]] = []
-        at = bisect.bisect_right(borders, start)
         while start < end:
-            stop = min(end, borders[at])
+            # Looked up anew each time: borders may go meanwhile.
+            stop = min(end, self._borders[bisect.bisect_right(self._borders, start)])
             found.append((start - first, held.bytes[start:stop]))
-            start, at = stop, at + 1
+            start = stop
         return found
 
     @transaction

@@ -21,6 +21,7 @@ from fxoffload.runtime.profiler.gap_times import BetweenSteps, GapTimes
 from fxoffload.runtime.profiler.step_clock import StepRecording
 from fxoffload.runtime.tracker.budget_loop import MOST_CORRECTIONS, BudgetLoop
 from fxoffload.runtime.tracker.step_memory import LiveBytes
+from fxoffload.runtime.transactions import Latch
 from fxoffload.step.call_order import CallOrder
 from fxoffload.step.choice import Choice
 from fxoffload.step.edges import CallAt, EdgeMemory, later
@@ -375,6 +376,7 @@ class SizedChain:
         num_misses: how many steps in a row were another chain than the one that was planned.
         correction: why the plan is being made anew; None: it is not.
         meanwhile: followed while a plan is being made; None: nothing is.
+        awaited: opens when the plan that steps wait for is made; None: they wait for none.
         margin_bytes: see ``Seen``.
         num_corrections: consecutive corrections so far.
         fallen_steps: the plan is made anew after this many steps that allocate far less.
@@ -386,6 +388,7 @@ class SizedChain:
     num_misses: int = 0
     correction: Correction | None = None
     meanwhile: ChainPlan | None = None
+    awaited: Latch | None = None
     margin_bytes: int = 0
     num_corrections: int = 0
     fallen_steps: int = FALLEN_STEPS
@@ -516,14 +519,17 @@ class Chains:
         chain.num_plans += 1
         self._num_plans += 1
 
-    def await_plan(self, chain: SizedChain, until_then: ChainPlan) -> None:
-        """No step of ``chain`` begins before ``until_then`` is prepared: that is when the plan takes its place."""
-        chain.plan, self.may_prepare = until_then, True
+    def await_plan(self, chain: SizedChain) -> None:
+        """No step of ``chain`` begins before its plan is made."""
+        chain.awaited, self.may_prepare = Latch(), True
 
     def end_planning(self, chain: SizedChain, plan: ChainPlan | None) -> None:
         """It is made; see ``take``."""
         self.take(chain, plan)
         self.is_planning = False
+        awaited, chain.awaited = chain.awaited, None
+        if awaited is not None:
+            awaited.open()
 
     def take(self, chain: SizedChain, plan: ChainPlan | None) -> None:
         """``plan`` is that of ``chain``; None: it could not be made, and the known chain is of no use."""

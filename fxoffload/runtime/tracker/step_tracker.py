@@ -176,11 +176,22 @@ class StepTracker:
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
+    def await_plan(self, tracked: TrackedGraph, args: Sequence[Any]) -> None:
+        try:
+            awaited = self._awaited(tracked, args)
+        except Exception as error:
+            self.give_up(error)
+            return
+        if awaited is not None:
+            STEP_FIRST.waits()
+            awaited.wait()
+            STEP_FIRST.launches()
+
     def forward_begins(self, tracked: TrackedGraph, args: Sequence[Any]) -> None:
         STEP_FIRST.launches()
         tracked.followed = tracked.measure = None
         self.num_begun += 1
-        unusual = in_backward() or saved_tensor_hooks_active() or compiled_autograd_active()
+        unusual = _is_unusual()
         if not unusual:
             self._prepare(tracked, args)
         with self._lock:
@@ -298,14 +309,25 @@ class StepTracker:
         try:
             is_done = all(self._make_ready(tracked, chain) for chain in (mine, *others) if chain is not None)
         finally:
-            chains.may_prepare = chains.may_prepare or not is_done
+            awaits = any(chain.awaited is not None for chain in chains.all)
+            chains.may_prepare = chains.may_prepare or awaits or not is_done
+
+    def _awaited(self, tracked: TrackedGraph, args: Sequence[Any]) -> Latch | None:
+        """What the step that begins at ``tracked`` has to wait for; None: nothing, or no step begins."""
+        chain = tracked.chains.get(tracked.planned_sizes(args))
+        awaited = None if chain is None else chain.awaited
+        return awaited if awaited is not None and not _is_unusual() and self._begins_at(tracked) else None
+
+    def _begins_at(self, tracked: TrackedGraph) -> bool:
+        """Whether a step that may follow a plan begins here."""
+        with self._lock:
+            begins = self._step is None or self._is_over(self._step, tracked)
+        return begins and tracked.may_follow()
 
     def _make_ready(self, tracked: TrackedGraph, chain: SizedChain) -> bool:
         """Returns whether there may be more to make ready: a step begins here."""
         while (plan := chain.plan) is not None and plan.prepare is not None:
-            with self._lock:
-                begins = self._step is None or self._is_over(self._step, tracked)
-            if not begins or not tracked.may_follow():
+            if not self._begins_at(tracked):
                 return False
             with plan.lock:
                 prepare = plan.prepare
@@ -581,21 +603,15 @@ class StepTracker:
     def _make_plan(
         self, tracked_graphs: Sequence[TrackedGraph], chain: SizedChain, seen: Seen, sizes: Sequence[Sizes]
     ) -> None:
-        first, plan, ended = tracked_graphs[0], None, Latch()
+        first, plan = tracked_graphs[0], None
         assert first.planner is not None
-
-        def wait() -> None:
-            STEP_FIRST.waits()
-            ended.wait()
-            STEP_FIRST.launches()
 
         def meanwhile(plan: ChainPlan | None) -> None:
             if plan is not None:
                 chain.meanwhile = chain.meanwhile or plan
             elif chain.meanwhile is None:
                 log.info("no step within the budget can run until the plan is there: the next one waits for it")
-                refs = tuple(weakref.ref(tracked) for tracked in tracked_graphs)
-                first.chains.await_plan(chain, ChainPlan(refs, (), sizes=tuple(sizes), prepare=wait))
+                first.chains.await_plan(chain)
 
         try:
             with working(
@@ -611,7 +627,6 @@ class StepTracker:
             )
         finally:
             first.chains.end_planning(chain, plan)
-            ended.open()
 
     def _finish(self) -> None:
         """The step is over: judge whether it went as planned, and plan or correct."""
@@ -668,3 +683,8 @@ class StepTracker:
         plans = (p for p in self._trim.plans if isinstance(p, ChainPlan))
         known = {id(tracked) for plan in plans for ref in plan.tracked_graphs if (tracked := ref()) is not None}
         return sum(tracked.reserved_bytes for tracked in self._tracked_graphs if id(tracked) not in known)
+
+
+def _is_unusual() -> bool:
+    """Whether a forward that begins now is no call of an ordinary step."""
+    return in_backward() or saved_tensor_hooks_active() or compiled_autograd_active()

@@ -26,6 +26,11 @@ from fxoffload.step.edges import Edges
 class CallEvents(Protocol):
     """Is told of the calls of tracked graphs: a ``StepTracker``."""
 
+    def await_plan(self, tracked: TrackedGraph, args: Sequence[Any]) -> None:
+        """Wait until the plan is made that the step which begins at ``tracked`` needs. An exception that comes
+        meanwhile is the caller's."""
+        ...
+
     def forward_begins(self, tracked: TrackedGraph, args: Sequence[Any]) -> None:
         """See ``TrackedGraph``."""
         ...
@@ -108,7 +113,9 @@ class TrackedGraph:
         return () if self.sizes is None else self.sizes.rounded_up(self.sizes.told_by(args))
 
     def forward_begins(self, args: Sequence[Any]) -> None:
-        """A forward call begins: sets ``followed``."""
+        """A forward call begins: sets ``followed``. May wait for a plan first."""
+        if self.chains.may_prepare:
+            self.calls.await_plan(self, args)
         try:
             self.calls.forward_begins(self, args)
         except Exception as error:
