@@ -207,6 +207,19 @@ def test_graphs_of_fsdp2_take_longer_in_steps_than_alone(
     assert measured[0].step.backward[0].ms == seen_ms[1]
 
 
+def test_the_least_time_is_that_of_a_phase() -> None:
+    """Segments scatter: those that took longer make up for others."""
+    before = layer(halves=2)
+    ms = [s.ms for s in before.backward]
+    took = replace(
+        before, backward=tuple(replace(s, ms=1.2 * s.ms) if not i else s for i, s in enumerate(before.backward))
+    )
+    found = first_steps._no_faster(took, before, 1.0 + 0.2 * ms[0] / sum(ms))
+    assert [s.ms for s in found.backward] == pytest.approx([s.ms for s in took.backward])
+    found = first_steps._no_faster(took, before, 1.5)
+    assert sum(s.ms for s in found.backward) == pytest.approx(1.5 * sum(ms))
+
+
 @pytest.mark.parametrize("waits", [0.0, 9.0])
 def test_a_call_that_waits_in_its_middle_is_not_counted(waits: float) -> None:
     forward, backward = (phase_of([(0.0, 10.0, 0.0)] * CALLS, backward=back) for back in (False, True))

@@ -96,7 +96,7 @@ def test_a_loss_that_the_caller_keeps_is_not_reloaded_in_every_step() -> None:
         stats = fxoffload.stats()
         wrong.append(stats.num_wrong_predictions)
         again.append(stats.bytes_reloaded > stats.bytes_offloaded)
-    # The first step ends with a reload of it. The second one begins with another group, and expects it for the last time.
+    # The first step ends with a reload of it. The second begins with another group, and expects it for the last time.
     assert wrong == [0, 1, 0, 0]
     assert again == [True, True, False, False]
     model.zero_grad(set_to_none=True)
