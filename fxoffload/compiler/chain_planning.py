@@ -36,13 +36,13 @@ from fxoffload.compiler.explain import (
     recomputed_rows,
     why_it_stays,
 )
-from fxoffload.compiler.planning import TUNING_BYTES
+from fxoffload.compiler.planning import TUNING_BYTES, WORTH
 from fxoffload.compiler.search_rounds import SearchAim
 from fxoffload.compiler.variant_maker import VariantMaker
 from fxoffload.passes.find_candidates import SavedValues
 from fxoffload.plan_report.plan import Plan
 from fxoffload.plan_report.registry import PlanBox
-from fxoffload.plan_report.summary import aim_of, gain_of
+from fxoffload.plan_report.summary import aim_of, gain_of, slower_than_allowed
 from fxoffload.planner.chain import NO_EXTRA_MEMORY, Chain, ExtraMemory, with_turn
 from fxoffload.planner.extra_memory import extra_memory_of_larger, extra_memory_when_calls_begin, raised
 from fxoffload.planner.pacing import paced_calls, rates_with_pace
@@ -63,9 +63,7 @@ from fxoffload.step.edges import EdgeMemory
 log = logging.getLogger(__name__)
 
 _GRADIENTS = "They were seen to stay until the step's end; let them add up in .grad tensors that are there already"
-# A plan that saves less than this part of the peak is not worth its copies.
-_WORTH = 0.05
-# The same for variants; within a budget, they have to save this part of the step's time.
+# Variants have to save ``WORTH`` of the peak too; within a budget, this part of the step's time.
 _WORTH_MS = 0.005
 # Memory of eager code between the graphs at the peak, on a GPU: a tangent that adds up, workspaces of libraries.
 # Measured: 24 layers of a MoE at 8,192 tokens took 33 MiB more than their graphs (H200, 2026-11-21).
@@ -317,7 +315,7 @@ class ChainPlanning:
             return self._within(self.objective.budget_bytes)
         slowdown = self.objective.max_slowdown or 0.0
         found = self._take(SearchAim(max_ms=self._most_ms))
-        if found is None or found.simulation.peak_bytes > (1 - _WORTH) * self.baseline.peak_bytes:
+        if found is None or found.simulation.peak_bytes > (1 - WORTH) * self.baseline.peak_bytes:
             self.choice = self.plain
             instead = "nothing moves" if any(d.recomputed for d in self.descriptions) else "everything is kept"
             self.summary = f"at most {100 * slowdown:.3g} % slowdown would save next to nothing: {instead}"
@@ -389,14 +387,8 @@ class ChainPlanning:
             return found
         leaves = ", a sixteenth of it left for the allocator" if spare else ""
         self._say(f"{aim_of(self.objective)}{leaves}", found)
-        slowdown = found.simulation.step_ms / self.baseline.step_ms - 1 if self.baseline.step_ms else 0.0
-        if self.objective.max_slowdown is not None and slowdown > self.objective.max_slowdown:
-            self.warn(
-                "slowdown",
-                f"the activation_budget of {format_bytes(budget)} costs a predicted slowdown of "
-                f"{100 * slowdown:.1f} %, above max_slowdown ({100 * self.objective.max_slowdown:.3g} %); the budget "
-                "wins",
-            )
+        if (told := slower_than_allowed(self.objective, found.simulation, self.baseline)) is not None:
+            self.warn("slowdown", told)
         return found
 
     def _take(self, aim: SearchAim) -> Schedule | None:
@@ -422,7 +414,7 @@ class ChainPlanning:
     def _is_worth_it(self, found: Schedule, compiled: Schedule, aim: SearchAim) -> bool:
         if aim.limit_bytes is not None:
             return found.simulation.step_ms < compiled.simulation.step_ms - _WORTH_MS * self.baseline.step_ms
-        return found.simulation.peak_bytes <= (1 - _WORTH) * compiled.simulation.peak_bytes
+        return found.simulation.peak_bytes <= (1 - WORTH) * compiled.simulation.peak_bytes
 
     def _keep_all(self) -> Schedule:
         """It moves nothing, so no window binds."""

@@ -23,7 +23,7 @@ from fxoffload.machine.estimate_error import describe_error
 from fxoffload.passes.checkpointed import clear_checkpointing, num_checkpointed
 from fxoffload.plan_report.plan import Plan
 from fxoffload.plan_report.registry import PlanBox
-from fxoffload.plan_report.summary import aim_of, gain_of
+from fxoffload.plan_report.summary import aim_of, gain_of, slower_than_allowed
 from fxoffload.planner.frontier import frontier_of
 from fxoffload.planner.objective import Objective
 from fxoffload.planner.plan import FrontierPoint, Prediction
@@ -317,18 +317,11 @@ class Planning:
 
     def _finish(self, best: Try, base: Partitioning, baseline: Simulation, search: RecomputeSearch) -> GraphPlanning:
         found = _simulation(best)
-        slowdown = found.step_ms / baseline.step_ms - 1 if baseline.step_ms else 0.0
         saved = 1 - found.peak_bytes / baseline.peak_bytes if baseline.peak_bytes else 0.0
         if self.objective.budget_bytes is None and saved < WORTH and not best.scheduler.fixed:
             return self._nothing(base, baseline, not_worth_it(self.objective, saved, baseline.peak_bytes), search)
-        if self.objective.budget_bytes is not None:
-            bound = self.objective.max_slowdown
-            if bound is not None and slowdown > bound:
-                warn(
-                    f"the activation_budget of {format_bytes(self.objective.budget_bytes)} costs a predicted slowdown "
-                    f"of {100 * slowdown:.1f} %, above max_slowdown ({100 * bound:.3g} %); the budget wins. Raise the "
-                    "budget, or allow the slowdown"
-                )
+        if (told := slower_than_allowed(self.objective, found, baseline)) is not None:
+            warn(told)
         gain = gain_of(found, baseline)
         if self.limit_bytes is not None and found.peak_bytes > self.limit_bytes:
             more = format_bytes(found.peak_bytes - self.limit_bytes)

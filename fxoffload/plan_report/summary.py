@@ -24,3 +24,15 @@ def gain_of(found: Prediction | Simulation, base: Prediction | Simulation) -> st
     slowdown = found.step_ms / base.step_ms - 1 if base.step_ms else 0.0
     memory = f"{100 * abs(saved):.0f} % {'more' if saved < 0 else 'less'} memory"
     return f"{memory} for {100 * slowdown:+.1f} % time"
+
+
+def slower_than_allowed(objective: Objective, found: Simulation, baseline: Simulation) -> str | None:
+    """A warning where a budget costs more time than ``max_slowdown`` allows; None: it does not, or there is none."""
+    budget, bound = objective.budget_bytes, objective.max_slowdown
+    slowdown = found.step_ms / baseline.step_ms - 1 if baseline.step_ms else 0.0
+    if budget is None or bound is None or slowdown <= bound:
+        return None
+    return (
+        f"the activation_budget of {format_bytes(budget)} costs a predicted slowdown of {100 * slowdown:.1f} %, above "
+        f"max_slowdown ({100 * bound:.3g} %); the budget wins. Raise the budget, or allow the slowdown"
+    )
