@@ -203,13 +203,13 @@ def test_a_plan_in_the_making_says_nothing_after_a_reset() -> None:
     calls = engine_for(CPU).calls
     with (
         warnings.catch_warnings(record=True) as seen,
-        mock.patch.object(calls, "_in_background", True),
+        mock.patch.object(calls.plans, "in_background", True),
         mock.patch.object(step_member, "plan_chain", plan),
     ):
         warnings.simplefilter("always")
         for _ in range(3):
             step(model, model)
-        planning = calls._planning
+        planning = calls.plans.thread
         assert planning is not None
         assert begun.wait(60)
         torch.compiler.reset()

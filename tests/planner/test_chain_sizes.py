@@ -244,7 +244,7 @@ def test_while_a_plan_is_made_a_larger_one_is_followed() -> None:
     budget = in_between()
     plain = Plain(varying(policy="keep_all"))
     steps = engine_for(CPU).calls
-    with mock.patch.object(steps, "_in_background", True), mock.patch.object(step_member, "plan_chain", planner):
+    with mock.patch.object(steps.plans, "in_background", True), mock.patch.object(step_member, "plan_chain", planner):
         run = varying(activation_budget=budget)
         everything = moved_at(run, plain, (LONG, SHORT, LONG, SHORT, LONG))
         assert everything[0] == everything[2] == everything[4] > 0

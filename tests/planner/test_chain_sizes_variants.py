@@ -309,7 +309,7 @@ def test_plans_made_behind_running_steps() -> None:
     steps = engine_for(CPU).calls
     run, plain = varying(activation_budget=budget()), varying(policy="keep_all")
     with (
-        mock.patch.object(steps, "_in_background", True),
+        mock.patch.object(steps.plans, "in_background", True),
         mock.patch.object(step_member, "plan_chain", plan_chain.plan_chain),
     ):
         for length in (LONG, LONG, LONG, MIDDLE, LONG, LONGER, SHORT, LONGER, LONG, MIDDLE, SHORT):

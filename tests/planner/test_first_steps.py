@@ -74,7 +74,7 @@ def measuring() -> Iterator[Measuring]:
     with (
         mock.patch.object(plan_chain, "first_steps_of", found.first_steps_of),
         mock.patch.object(ChainPlanning, "run", lambda planning: found.run(planning)),
-        mock.patch.object(engine_for(CPU).calls, "_in_background", True),
+        mock.patch.object(engine_for(CPU).calls.plans, "in_background", True),
     ):
         yield found
 

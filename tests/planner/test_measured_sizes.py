@@ -108,7 +108,7 @@ def budget(peaks: tuple[int, int]) -> int:
 
 def in_background() -> mock._patch[bool]:
     """Plans are made as on a GPU."""
-    return mock.patch.object(engine_for(CPU).calls, "_in_background", True)
+    return mock.patch.object(engine_for(CPU).calls.plans, "in_background", True)
 
 
 def wait_for_plans() -> None:

@@ -174,7 +174,7 @@ def test_until_the_plan_is_there_graphs_run_as_they_are_within_the_budget(peaks:
         assert may_go.wait(60)
         return run_on(self)
 
-    background = mock.patch.object(engine_for(CPU).calls, "_in_background", True)
+    background = mock.patch.object(engine_for(CPU).calls.plans, "in_background", True)
     with background, mock.patch.object(ChainPlanning, "run", slow):
         run = recorded(lambda: Stack(LAYERS), activation_budget=budget)
         everything = test_chain_planning.moved_by(run)

@@ -495,8 +495,8 @@ def test_a_step_of_other_sizes_does_not_wait() -> None:
     tracked.may_follow = lambda: True
     chains.at(sizes[16])
     chains.await_plan(chains.at(sizes[8]))
-    assert world.calls._awaited(tracked, [16]) is None
-    assert world.calls._awaited(tracked, [8]) is chains.at(sizes[8]).awaited is not None
+    assert world.calls.plans.awaited(tracked, [16]) is None
+    assert world.calls.plans.awaited(tracked, [8]) is chains.at(sizes[8]).awaited is not None
 
 
 # -- the peak of a step ------------------------------------------------------------------------------------------------

@@ -249,10 +249,10 @@ def test_a_pipeline_waits_whole_for_a_plan_that_has_to_be_made_ready(script: Scr
     script.plan = unready
     script.play(PIPELINE)
     script.play(PIPELINE)
-    script.tracker._make_ready = lambda tracked, chain: False  # type: ignore[method-assign]
+    script.tracker.plans._make_ready = lambda tracked, chain: False  # type: ignore[method-assign]
     assert script.play(PIPELINE) == "waiting complete"
     assert script.play("A B A B b0 a0") == "waiting"
-    del script.tracker._make_ready
+    del script.tracker.plans._make_ready
     assert script.play("A B b0 a0 A B b0 a0 b a") == "waiting complete"
     assert made_ready == []
     assert script.play(PIPELINE) == "following complete"
@@ -471,11 +471,11 @@ def test_while_a_plan_has_to_be_made_ready_steps_wait(script: Script) -> None:
         return made
 
     script.plan = unready
-    script.tracker._make_ready = lambda tracked, chain: ready  # type: ignore[method-assign]
+    script.tracker.plans._make_ready = lambda tracked, chain: ready  # type: ignore[method-assign]
     script.play("A B b a")
     script.play("A B b a")
     assert [script.play("A B b a") for _ in range(2)] == ["waiting complete"] * 2
-    del script.tracker._make_ready
+    del script.tracker.plans._make_ready
     assert script.play("A B b a") == "following complete"
 
 

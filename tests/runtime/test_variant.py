@@ -31,6 +31,7 @@ from fxoffload.runtime.executor import (
 )
 from fxoffload.runtime.outer_program import OuterProgram
 from fxoffload.runtime.tracker import step_tracker
+from fxoffload.runtime.tracker.plan_maker import PlanMaker
 from fxoffload.runtime.tracker.tracked_graph import TrackedGraph
 from fxoffload.runtime.transfer import Group
 from fxoffload.runtime.variant import Variant, VariantLayout, Variants
@@ -514,7 +515,7 @@ def test_what_was_interrupted_is_made_ready_later() -> None:
 @pytest.mark.slow
 def test_calls_look_for_what_to_make_ready_only_where_something_may_be() -> None:
     forced = Forced(Layers())
-    with mock.patch.object(step_tracker.StepTracker, "_make_ready", autospec=True, return_value=True) as looks:
+    with mock.patch.object(PlanMaker, "_make_ready", autospec=True, return_value=True) as looks:
         forced.step()
         assert not looks.called
         forced.force(1, 2, 0, prepare=lambda: None)

@@ -61,7 +61,7 @@ def check(found: Found) -> None:
 )
 def test_steps_of_many_lengths_leave_nothing_behind(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     # As on a GPU: plans are made on a thread.
-    monkeypatch.setattr(engine_for(CPU).calls, "_in_background", True)
+    monkeypatch.setattr(engine_for(CPU).calls.plans, "in_background", True)
     found = measure(settings(**options))
     check(found)
     moves = options.get("policy") == "offload_all" or "activation_budget" in options

@@ -19,15 +19,12 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from fxoffload.errors import in_brief
-from fxoffload.progress import working
-from fxoffload.runtime import background
 from fxoffload.runtime.host_memory.trim import HostTrim
 from fxoffload.runtime.profiler.allocator_history import AllocatorHistory
 from fxoffload.runtime.profiler.allocator_trace import Memory
@@ -37,27 +34,23 @@ from fxoffload.runtime.profiler.stream_events import EventSource
 from fxoffload.runtime.step_first import STEP_FIRST
 from fxoffload.runtime.tracker.chains import (
     ChainPlan,
-    Known,
     PlanObserver,
     Record,
-    Seen,
     SizedChain,
     Sizes,
-    why_not_ready,
 )
 from fxoffload.runtime.tracker.hold_to_budget import HoldToBudget
 from fxoffload.runtime.tracker.own_plan import OwnPlan, PlainCalls, plan_together
+from fxoffload.runtime.tracker.plan_maker import PlanMaker
 from fxoffload.runtime.tracker.running_step import RunningStep
 from fxoffload.runtime.tracker.step_memory import LiveBytes
 from fxoffload.runtime.tracker.step_state import Departure, StepState
 from fxoffload.runtime.tracker.tracked_graph import TrackedGraph
-from fxoffload.runtime.transactions import Latch
 from fxoffload.runtime.transfer import Group
 from fxoffload.step.call_order import CallOrder
 from fxoffload.step.choice import Choice
 from fxoffload.step.edges import CallAt, Moment
 from fxoffload.step.readings import Phase
-from fxoffload.tell import warn
 from fxoffload.torch_private.autograd import compiled_autograd_active, in_backward, saved_tensor_hooks_active
 from fxoffload.torch_private.storages import StorageRef
 from fxoffload.torch_private.tensor_versions import version_of
@@ -83,6 +76,7 @@ class StepTracker:
 
     Attributes:
         num_begun: how many forwards have begun.
+        plans: makes them.
     """
 
     def __init__(
@@ -99,7 +93,7 @@ class StepTracker:
         self._events = events
         self._hold = None if memory is None else HoldToBudget(memory, history)
         self._in_flight = in_flight
-        self._in_background = in_background
+        self.plans = PlanMaker(self._begins_at, in_background=in_background)
         self._memory = memory
         self._history = history
         self._others = others
@@ -111,7 +105,6 @@ class StepTracker:
         self._observer: weakref.ref[PlanObserver] | None = None  # of the last step, if that was recorded
         self._between: BetweenSteps | None = None  # of the last step, if that was before its plan
         self.num_begun = 0
-        self._planning: threading.Thread | None = None  # the latest
 
     @property
     def state(self) -> StepState:
@@ -144,7 +137,7 @@ class StepTracker:
             if step is None or not step.has_ended:
                 return step is None
             self._finish()
-            planning = self._planning
+            planning = self.plans.thread
         if planning is not None:
             planning.join()
         return step.began is StepState.FOLLOWING or not (step.awaits_plan or self._has_joined(step))
@@ -160,7 +153,7 @@ class StepTracker:
 
     def forget(self) -> None:
         """All compiled code is dropped. The step that runs goes on unwatched. Takes no lock; see [Note: Reset]."""
-        step, self._step, self._planning = self._step, None, None
+        step, self._step, self.plans.thread = self._step, None, None
         self._plain, self._tracked_graphs = PlainCalls(), weakref.WeakSet()
         if step is not None:
             step.depart()
@@ -178,7 +171,7 @@ class StepTracker:
 
     def await_plan(self, tracked: TrackedGraph, args: Sequence[Any]) -> None:
         try:
-            awaited = self._awaited(tracked, args)
+            awaited = None if _is_unusual() else self.plans.awaited(tracked, args)
         except Exception as error:
             self.give_up(error)
             return
@@ -193,7 +186,7 @@ class StepTracker:
         self.num_begun += 1
         unusual = _is_unusual()
         if not unusual:
-            self._prepare(tracked, args)
+            self.plans.prepare(tracked, args)
         with self._lock:
             step = self._step
             if unusual:
@@ -293,56 +286,11 @@ class StepTracker:
         """The graphs whose forwards wait for their backwards."""
         return [tracked for call in step.pending if call.waits() and (tracked := call.tracked()) is not None]
 
-    def _prepare(self, tracked: TrackedGraph, args: Sequence[Any]) -> None:
-        """Get the plans of ``tracked`` ready to be followed, where a step begins. Not under the lock: may take minutes.
-
-        Where sizes vary, plans for other sizes too: they run the same variants, which are compiled once, and a size
-        may be long in coming back.
-        """
-        chains = tracked.chains
-        if not chains.may_prepare:
-            return
-        chains.may_prepare = False  # before reading plans: another one may be made meanwhile
-        mine = chains.get(tracked.planned_sizes(args))
-        others = [c for c in chains.all if c is not mine]
-        is_done = False
-        try:
-            is_done = all(self._make_ready(tracked, chain) for chain in (mine, *others) if chain is not None)
-        finally:
-            awaits = any(chain.awaited is not None for chain in chains.all)
-            chains.may_prepare = chains.may_prepare or awaits or not is_done
-
-    def _awaited(self, tracked: TrackedGraph, args: Sequence[Any]) -> Latch | None:
-        """What the step that begins at ``tracked`` has to wait for; None: nothing, or no step begins."""
-        chain = tracked.chains.get(tracked.planned_sizes(args))
-        awaited = None if chain is None else chain.awaited
-        return awaited if awaited is not None and not _is_unusual() and self._begins_at(tracked) else None
-
     def _begins_at(self, tracked: TrackedGraph) -> bool:
         """Whether a step that may follow a plan begins here."""
         with self._lock:
             begins = self._step is None or self._is_over(self._step, tracked)
         return begins and tracked.may_follow()
-
-    def _make_ready(self, tracked: TrackedGraph, chain: SizedChain) -> bool:
-        """Returns whether there may be more to make ready: a step begins here."""
-        while (plan := chain.plan) is not None and plan.prepare is not None:
-            if not self._begins_at(tracked):
-                return False
-            with plan.lock:
-                prepare = plan.prepare
-                if prepare is None:
-                    continue  # another thread was here first
-                try:
-                    prepare()
-                except Exception as error:
-                    warn(why_not_ready(plan, error))
-                    if chain.plan is plan:
-                        tracked.chains.take(chain, None if plan.otherwise is None else plan.otherwise())
-                plan.prepare = plan.otherwise = None
-                if chain.plan is plan:
-                    chain.meanwhile = None
-        return True
 
     def _is_over(self, step: RunningStep, tracked: TrackedGraph) -> bool:
         if step.phase == "backward":
@@ -367,7 +315,7 @@ class StepTracker:
         if is_unknown and tracked.may_follow():
             step.known = chains.begin_measuring(chain)
         elif not is_unknown and chains.may_plan(chain):
-            self._plan(tracked, chain)
+            self.plans.plan(tracked, chain)
         # The observer may have replaced it. One that was made this moment may have to be made ready: the next step does
         # that, and follows it.
         if step.known is None:
@@ -559,75 +507,6 @@ class StepTracker:
         tracked_graphs, sizes = step.graphs_and_sizes()
         return Record(tracked_graphs, edge_memory, step.live_bytes, sizes, CallOrder.of(step.order))
 
-    def _plan_if_seen_twice(self, first: TrackedGraph, step: RunningStep) -> None:
-        chains = first.chains
-        record = step.record if step.is_regular else None
-        before, chains.before = chains.before, record
-        if before is None or record is None or not before.same_chain(record):
-            return
-        merged = before.merged(record)
-        if merged is None:
-            return
-        chains.before = None
-        chains.known = Known(record.tracked_graphs, merged, [before.sizes, record.sizes])
-        chains.known.measured(step.sizes, record.live, record.sizes)
-        chain = chains.at(step.sizes)
-        if chains.may_plan(chain):
-            self._plan(first, chain)
-
-    def _plan_as_measured(self, first: TrackedGraph, chain: SizedChain, step: RunningStep) -> None:
-        """Make the plan for the sizes of a step that was measured."""
-        known = step.known
-        if known is None or first.chains.known is not known:
-            return
-        known.measured(chain.sizes, step.live_bytes, step.graphs_and_sizes()[1])
-        if first.chains.may_plan(chain):
-            self._plan(first, chain)
-
-    def _plan(self, first: TrackedGraph, chain: SizedChain) -> None:
-        """Make a plan for a chain that begins at ``first``, from its recordings."""
-        known = first.chains.known
-        assert known is not None
-        tracked_graphs = [tracked for ref in known.tracked_graphs if (tracked := ref()) is not None]
-        if len(tracked_graphs) < len(known.tracked_graphs):
-            first.chains.forget_known()  # it was compiled anew
-            return
-        first.chains.begin_planning(chain)
-        seen = replace(known.seen_at(chain.sizes), margin_bytes=chain.margin_bytes, between=first.chains.between)
-        args = (tracked_graphs, chain, seen, known.sizes_at(chain.sizes))
-        if self._in_background:
-            self._planning = background.start_planning(self._make_plan, *args, name="fxoffload-chain-plan")
-        else:
-            self._make_plan(*args)
-
-    def _make_plan(
-        self, tracked_graphs: Sequence[TrackedGraph], chain: SizedChain, seen: Seen, sizes: Sequence[Sizes]
-    ) -> None:
-        first, plan = tracked_graphs[0], None
-        assert first.planner is not None
-
-        def meanwhile(plan: ChainPlan | None) -> None:
-            if plan is not None:
-                chain.meanwhile = chain.meanwhile or plan
-            elif chain.meanwhile is None:
-                log.info("no step within the budget can run until the plan is there: the next one waits for it")
-                first.chains.await_plan(chain)
-
-        try:
-            with working(
-                f"planning a step of {len(tracked_graphs)} compiled graphs", in_background=self._in_background
-            ):
-                plan = first.planner(tracked_graphs, seen, sizes, meanwhile if self._in_background else None)
-        except Exception as error:
-            if background.is_ending():
-                return
-            background.warn(
-                f"fxoffload could not plan a step of {len(tracked_graphs)} compiled graphs and goes on without a plan: "
-                f"{in_brief(error)}"
-            )
-        finally:
-            first.chains.end_planning(chain, plan)
-
     def _finish(self) -> None:
         """The step is over: judge whether it went as planned, and plan or correct."""
         step, self._step = self._step, None
@@ -644,7 +523,7 @@ class StepTracker:
         self._watch_host_memory(step)
         chain, known = first.chains.get(step.sizes), first.chains.known
         if step.began not in (StepState.FOLLOWING, StepState.MEASURING):
-            self._plan_if_seen_twice(first, step)
+            self.plans.observed(first, step)
             is_planned = step.has_several or first.own_plan is not None
             if step.began is StepState.OBSERVING and is_planned and first.chains.gives_up:
                 first.gives_up()
@@ -654,7 +533,7 @@ class StepTracker:
             return  # forgotten meanwhile; or under override_policy("keep_all"), which says nothing of later steps
         elif step.state is StepState.COMPLETE:
             chain.num_misses = 0
-            self._plan_as_measured(first, chain, step)
+            self.plans.measured(first, chain, step)
             if self._hold is not None:
                 self._hold.judge(first, chain, step)
         elif step.departure is Departure.OUTGREW and known is not None and known.learns(*step.graphs_and_sizes()):

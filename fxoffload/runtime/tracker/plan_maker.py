@@ -1,0 +1,159 @@
+"""Has steps over several calls planned, and their plans made ready.
+
+A plan is made on a thread of its own, where there is one, while steps go on: as the graphs are compiled, or, where that
+exceeds the user's budget whatever moves, they wait. Variants of a plan that are not compiled by then are compiled
+before the first step that follows it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from fxoffload.errors import in_brief
+from fxoffload.progress import working
+from fxoffload.runtime import background
+from fxoffload.runtime.tracker.chains import ChainPlan, Known, Seen, SizedChain, Sizes, why_not_ready
+from fxoffload.runtime.tracker.running_step import RunningStep
+from fxoffload.runtime.tracker.tracked_graph import TrackedGraph
+from fxoffload.runtime.transactions import Latch
+from fxoffload.tell import warn
+
+log = logging.getLogger(__name__)
+
+
+class PlanMaker:
+    """Of one device. Plans are begun and taken under the lock of ``StepTracker``, and made ready without it.
+
+    Args:
+        begins_at: whether a step that may follow a plan begins with the call of a graph that begins now.
+
+    Attributes:
+        in_background: whether plans are made on a thread of its own.
+        thread: the latest of those; None: there was none.
+    """
+
+    def __init__(self, begins_at: Callable[[TrackedGraph], bool], *, in_background: bool) -> None:
+        self.in_background = in_background
+        self.thread: threading.Thread | None = None
+        self._begins_at = begins_at
+
+    # -- to be made ----------------------------------------------------------------------------------------------------
+
+    def observed(self, first: TrackedGraph, step: RunningStep) -> None:
+        """A step that began at ``first`` was observed. Two that are alike are planned."""
+        chains = first.chains
+        record = step.record if step.is_regular else None
+        before, chains.before = chains.before, record
+        if before is None or record is None or not before.same_chain(record):
+            return
+        merged = before.merged(record)
+        if merged is None:
+            return
+        chains.before = None
+        chains.known = Known(record.tracked_graphs, merged, [before.sizes, record.sizes])
+        chains.known.measured(step.sizes, record.live, record.sizes)
+        chain = chains.at(step.sizes)
+        if chains.may_plan(chain):
+            self.plan(first, chain)
+
+    def measured(self, first: TrackedGraph, chain: SizedChain, step: RunningStep) -> None:
+        """A step of ``chain`` ran: plan its sizes, if it was measured for that."""
+        known = step.known
+        if known is None or first.chains.known is not known:
+            return
+        known.measured(chain.sizes, step.live_bytes, step.graphs_and_sizes()[1])
+        if first.chains.may_plan(chain):
+            self.plan(first, chain)
+
+    def plan(self, first: TrackedGraph, chain: SizedChain) -> None:
+        """Make a plan for a chain that begins at ``first``, from its recordings."""
+        known = first.chains.known
+        assert known is not None
+        tracked_graphs = [tracked for ref in known.tracked_graphs if (tracked := ref()) is not None]
+        if len(tracked_graphs) < len(known.tracked_graphs):
+            first.chains.forget_known()  # it was compiled anew
+            return
+        first.chains.begin_planning(chain)
+        seen = replace(known.seen_at(chain.sizes), margin_bytes=chain.margin_bytes, between=first.chains.between)
+        args = (tracked_graphs, chain, seen, known.sizes_at(chain.sizes))
+        if self.in_background:
+            self.thread = background.start_planning(self._make, *args, name="fxoffload-chain-plan")
+        else:
+            self._make(*args)
+
+    def _make(
+        self, tracked_graphs: Sequence[TrackedGraph], chain: SizedChain, seen: Seen, sizes: Sequence[Sizes]
+    ) -> None:
+        first, plan = tracked_graphs[0], None
+        assert first.planner is not None
+
+        def meanwhile(plan: ChainPlan | None) -> None:
+            if plan is not None:
+                chain.meanwhile = chain.meanwhile or plan
+            elif chain.meanwhile is None:
+                log.info("no step within the budget can run until the plan is there: the next one waits for it")
+                first.chains.await_plan(chain)
+
+        try:
+            with working(f"planning a step of {len(tracked_graphs)} compiled graphs", in_background=self.in_background):
+                plan = first.planner(tracked_graphs, seen, sizes, meanwhile if self.in_background else None)
+        except Exception as error:
+            if background.is_ending():
+                return
+            background.warn(
+                f"fxoffload could not plan a step of {len(tracked_graphs)} compiled graphs and goes on without a plan: "
+                f"{in_brief(error)}"
+            )
+        finally:
+            first.chains.end_planning(chain, plan)
+
+    # -- to be ready ---------------------------------------------------------------------------------------------------
+
+    def awaited(self, tracked: TrackedGraph, args: Sequence[Any]) -> Latch | None:
+        """What the step that begins at ``tracked`` has to wait for; None: nothing, or no step begins."""
+        chain = tracked.chains.get(tracked.planned_sizes(args))
+        awaited = None if chain is None else chain.awaited
+        return awaited if awaited is not None and self._begins_at(tracked) else None
+
+    def prepare(self, tracked: TrackedGraph, args: Sequence[Any]) -> None:
+        """Get the plans of ``tracked`` ready to be followed, where a step begins. May take minutes.
+
+        Where sizes vary, plans for other sizes too: they run the same variants, which are compiled once, and a size
+        may be long in coming back.
+        """
+        chains = tracked.chains
+        if not chains.may_prepare:
+            return
+        chains.may_prepare = False  # before reading plans: another one may be made meanwhile
+        mine = chains.get(tracked.planned_sizes(args))
+        others = [c for c in chains.all if c is not mine]
+        is_done = False
+        try:
+            is_done = all(self._make_ready(tracked, chain) for chain in (mine, *others) if chain is not None)
+        finally:
+            awaits = any(chain.awaited is not None for chain in chains.all)
+            chains.may_prepare = chains.may_prepare or awaits or not is_done
+
+    def _make_ready(self, tracked: TrackedGraph, chain: SizedChain) -> bool:
+        """Returns whether there may be more to make ready: a step begins here."""
+        while (plan := chain.plan) is not None and plan.prepare is not None:
+            if not self._begins_at(tracked):
+                return False
+            with plan.lock:
+                prepare = plan.prepare
+                if prepare is None:
+                    continue  # another thread was here first
+                try:
+                    prepare()
+                except Exception as error:
+                    warn(why_not_ready(plan, error))
+                    if chain.plan is plan:
+                        tracked.chains.take(chain, None if plan.otherwise is None else plan.otherwise())
+                plan.prepare = plan.otherwise = None
+                if chain.plan is plan:
+                    chain.meanwhile = None
+        return True
