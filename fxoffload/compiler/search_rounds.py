@@ -1,8 +1,8 @@
-"""The rounds of a search: the solver chooses what is recomputed, a try shows what that comes to, and the solver is
-asked for more where it promised too much.
+"""The rounds of a search: the solver makes a choice, a try of it shows its time and peak, and the solver is asked for
+more where it promised too much.
 
-A promise is made of estimates. What is partitioned and laid out recomputes, fuses and copies a little otherwise. One
-graph and a step of several are searched by the same rounds.
+A promise is made of estimates. A graph that is partitioned, or a chain that is laid out, recomputes, fuses and copies a
+little otherwise. One graph and a step of several are searched by the same rounds.
 """
 
 from __future__ import annotations
@@ -156,8 +156,8 @@ def faster_rounds(
     *,
     enough_ms: float,
 ) -> Iterator[_Tried]:
-    """Tries of choices that promise to take more than ``limit_bytes``: what is laid out takes less than promised, some
-    3 % on models of Hugging Face.
+    """Tries of choices that promise to take more than ``limit_bytes``: they take less than promised, some 3 % on models of
+    Hugging Face.
 
     Args:
         problem: the choices.

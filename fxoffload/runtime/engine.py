@@ -220,7 +220,7 @@ class CopyEngine:
         gives_way = self.streams.host_waits() and not fsdp2_is_used()  # see [Note: Late hosts]
         ranges = [_byte_range(tensors) for tensors in storages]
         blocks = self._blocks([end - start for start, end in ranges], budgets)
-        # A copy is late where the host is, so what is the same for all is done once.
+        # A late host makes late copies: all of them wait at once.
         self._wait_for_reads([block for block in blocks if block is not None])
         started: list[Transfer | None] = []
         with self.streams.offloading():
@@ -311,7 +311,7 @@ class CopyEngine:
         self._collect()
         wanted = group.in_need_order()
         mine = set(wanted)
-        # Before the surprise: what was passed over may still come right after this one.
+        # Before the surprise: a group that was passed over may still come right after this one.
         following = self.save_order.begin_backward(group, keeps_graph=keeps_graph)
         is_surprise = self._is_surprise(group)
         if group.following is not None:

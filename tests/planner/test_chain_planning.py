@@ -393,7 +393,7 @@ def test_what_only_recomputation_fits_into_is_recomputed() -> None:
 
 
 def test_where_only_variants_meet_the_budget_a_step_waits_for_them() -> None:
-    """As on a GPU, where other plans are made beside the steps."""
+    """As on a GPU, where plans are made while steps run."""
     least, most = range_of_peaks("stack")
     may_end, run_planning = threading.Event(), chain_planning.ChainPlanning.run
 

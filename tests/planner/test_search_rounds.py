@@ -139,7 +139,7 @@ def test_where_less_is_taken_than_promised_more_is_asked_for(monkeypatch: pytest
     monkeypatch.setattr(rounds_module.solve, "least_time", lambda _, nbytes: asked.append(nbytes) or next(answers))
     best, better = promised(100.0, 1000, 970, monkeypatch), promised(95.0, 1030, 970, monkeypatch)
     assert faster(1000, [better], best, enough_ms=90.0) == [better]
-    assert asked == [1035, 1065]  # what was left over, and half a percent
+    assert asked == [1035, 1065]  # the rest, and half a percent
 
 
 @pytest.mark.parametrize("why", ["none", "not asked", "fast enough", "promises no more"])

@@ -1,8 +1,8 @@
 """Has steps over several calls planned, and their plans made ready.
 
-A plan is made on a thread of its own, where there is one, while steps go on: as the graphs are compiled, or, where that
-exceeds the user's budget whatever moves, they wait. Variants of a plan that are not compiled by then are compiled
-before the first step that follows it.
+On a GPU a plan is made on a thread of its own. Steps go on with the graphs as they are compiled. If these exceed the
+user's budget whatever moves, steps wait. Variants that are not compiled by then are compiled before the first step
+that follows the plan.
 """
 
 from __future__ import annotations
