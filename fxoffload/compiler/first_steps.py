@@ -32,9 +32,9 @@ _WAITING = 0.05
 # The device may notice a late host at each call.
 _HOST_MS = 0.3
 # How much longer a phase takes at least in a step of FSDP2 whose device is busy all the time than its segments take on
-# made-up inputs. First steps that copy for half of their time tell less. Their backwards took 206 to 233 ms; on
-# made-up inputs they take 204 to 210, and in the first steps of default plans 219 to 228. With 206 the plan's time was 10 % too short. In
-# 41 of 42 calibrated plans they took 217 ms or more (pairs of H200s, 2026-11-28 to -30).
+# made-up inputs. First steps that copy for half of their time tell less. Their backwards took 206 to 233 ms; on made-up
+# inputs they take 204 to 210, and in the first steps of default plans 219 to 228. With 206 the plan's time was 10 % too
+# short. In 41 of 42 calibrated plans they took 217 ms or more (pairs of H200s, 2026-11-28 to -30).
 _LONGER_IN_STEPS = 1.07
 
 

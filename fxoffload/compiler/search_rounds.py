@@ -156,8 +156,8 @@ def faster_rounds(
     *,
     enough_ms: float,
 ) -> Iterator[_Tried]:
-    """Tries of choices that promise to take more than ``limit_bytes``: they take less than promised, some 3 % on models of
-    Hugging Face.
+    """Tries of choices that promise to take more than ``limit_bytes``. They take less than promised, some 3 % on models
+    of Hugging Face.
 
     Args:
         problem: the choices.
