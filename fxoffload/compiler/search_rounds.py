@@ -181,7 +181,7 @@ def faster_rounds(
         if (found := attempt(solution)) is None:
             return
         yield found
-        best, failed = (found, failed) if ms_of(found) < ms_of(best) else (best, asked)
+        best, failed = (found, failed) if ms_of(found) < ms_of(best) else (best, min(asked, solution.peak_bytes))
 
 
 def ms_of(tried: Tried) -> float:

@@ -35,11 +35,16 @@ class SaveOrder:
         with self._lock:
             live = self._live()
             at = next((i for i in range(len(live) - 1, -1, -1) if live[i] is group), None)
-            if at is None:
-                return [] if len(group) else live[::-1]
-            if not keeps_graph:
+            if at is None and len(group):
+                return []
+            earlier = live[:at]
+            if at is not None and not keeps_graph:
                 self._groups = [weakref.ref(g) for g in live if g is not group]
-            return [g for g in live[:at][::-1] if not g.was_passed_over]
+            if group.was_passed_over:
+                # It did begin, and so may those before it.
+                for other in earlier:
+                    other.was_passed_over = False
+            return [g for g in reversed(earlier) if not g.was_passed_over]
 
     def live(self) -> list[Group]:
         """Groups that autograd still holds, oldest first."""

@@ -260,7 +260,7 @@ def test_a_step_that_takes_far_longer_than_was_thought(first: str, is_there: boo
         StepTracker, "follow_instead", autospec=True, side_effect=StepTracker.follow_instead
     ).start()
     pins = mock.patch.object(CopyEngine, "pin", pin)
-    nothing = mock.patch.object(chain_planning, "_WORTH", 1.0 if first == "nothing" else chain_planning._WORTH)
+    nothing = mock.patch.object(chain_planning, "WORTH", 1.0 if first == "nothing" else chain_planning.WORTH)
     try:
         with measured(1.0), pins, nothing:
             run = recorded(MODELS["stack"], max_slowdown=0.02, disable=("tape_recompute",))

@@ -17,12 +17,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from fxoffload.runtime import background
 from fxoffload.runtime.profiler.allocator_history import AllocatorHistory
 from fxoffload.runtime.profiler.allocator_trace import Memory
 from fxoffload.runtime.profiler.step_peak import PeakWatch, StepPeak
 from fxoffload.runtime.step_first import STEP_FIRST
 from fxoffload.runtime.tracker.budget_loop import BudgetLoop
-from fxoffload.runtime.tracker.chains import ChainPlan, Meanwhile, Seen, Sizes
+from fxoffload.runtime.tracker.chains import ChainPlan, Chains, Meanwhile, Seen, Sizes
 from fxoffload.runtime.tracker.step_tracker import StepTracker
 from fxoffload.runtime.tracker.tracked_graph import TrackedGraph
 from fxoffload.runtime.transactions import Latch
@@ -497,6 +498,41 @@ def test_a_step_of_other_sizes_does_not_wait() -> None:
     chains.await_plan(chains.at(sizes[8]))
     assert world.calls.plans.awaited(tracked, [16]) is None
     assert world.calls.plans.awaited(tracked, [8]) is chains.at(sizes[8]).awaited is not None
+    # Nor one that may follow the plan for larger sizes.
+    chains.at(sizes[16]).plan = ChainPlan((), ())
+    assert world.calls.plans.awaited(tracked, [8]) is None
+
+
+def test_a_chain_that_steps_wait_for_is_not_forgotten() -> None:
+    found = Chains()
+    found.await_plan(found.at((1,)))
+    for n in range(2, 200):
+        found.at((n,))
+    chain = found.get((1,))
+    assert chain is not None and chain.awaited is not None
+    found._num_plans = 1 << 20  # no more are made
+    assert found.at((1,)) is chain is found.get((1,))
+
+
+def test_where_no_thread_can_start_the_next_step_may_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    world.calls = StepTracker(
+        lambda: {}, in_background=True, memory=world.allocator.read, history=world.allocator.begin
+    )
+    model = world.model(30)
+
+    def no_thread(*args: Any, **more: Any) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as now:
+        now.setattr(background, "start_planning", no_thread)
+        assert model.steps(3, HEAD) == [5] * 3
+    assert not model.tracked_graphs[0].chains.is_planning
+    model.steps(3, HEAD)
+    for thread in threading.enumerate():
+        if thread.name == "fxoffload-chain-plan":
+            thread.join()
+    assert model.steps(1, HEAD) == [25]
 
 
 # -- the peak of a step ------------------------------------------------------------------------------------------------

@@ -95,3 +95,24 @@ def test_all_groups_follow_where_nothing_was_saved() -> None:
     assert expected(save_order, Group()) == groups[::-1]
     expected(save_order, groups[1])
     assert expected(save_order, Group()) == [groups[2], groups[0]]
+
+
+def test_a_group_that_was_passed_over_is_not_expected() -> None:
+    """Its backward may never begin: the caller keeps a loss. A group without values expects it no more either."""
+    save_order = SaveOrder()
+    kept, below, above = pushed(save_order, 3)
+    kept.was_passed_over = True
+    assert expected(save_order, Group()) == [above, below]
+    assert expected(save_order, above) == [below]
+    assert expected(save_order, below) == []
+
+
+def test_a_group_that_was_passed_over_and_begins_is_followed_by_those_before_it() -> None:
+    """A gradient was asked for twice: the first backward of the graph is no sign that the rest never comes."""
+    save_order = SaveOrder()
+    groups = pushed(save_order, 3)
+    for group in groups[:2]:
+        group.was_passed_over = True
+    assert expected(save_order, groups[2]) == []
+    assert expected(save_order, groups[1]) == [groups[0]]
+    assert not groups[0].was_passed_over

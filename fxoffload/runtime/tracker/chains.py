@@ -404,6 +404,11 @@ class SizedChain:
         return self._loop[1]
 
     @property
+    def is_planned(self) -> bool:
+        """Whether it has a plan, or steps wait for one."""
+        return self.plan is not None or self.awaited is not None
+
+    @property
     def is_tired(self) -> bool:
         """Whether it was planned often enough."""
         return self.num_plans >= _MOST_PLANS
@@ -424,7 +429,8 @@ class Chains:
         known: the chain that was recorded twice; None: it is not known yet, or steps are another one now.
         is_planning: whether a plan is being made.
         num_records: how many steps with a backward were recorded, or were to be.
-        may_prepare: whether one of the plans may have to be made ready before it can be followed. Asked by every call.
+        may_prepare: whether one of the plans is awaited, or may have to be made ready before it can be followed. Asked by
+            every call.
         between: times between steps before the plan was followed; None before there were any.
     """
 
@@ -466,11 +472,11 @@ class Chains:
         recently. The largest goes last, since its plan serves all others.
         """
         chain = self._found.pop(sizes, None) or SizedChain(sizes)
-        if sizes and not chain.plan and self._num_plans >= _MOST_PLANS_IN_ALL:
+        if sizes and not chain.is_planned and self._num_plans >= _MOST_PLANS_IN_ALL:
             return chain  # it gets no plan: nothing has to make room
         if len(self._found) >= _MOST_SIZES:
             largest = max(self._found, key=math.prod)
-            del self._found[min(self._found, key=lambda s: (self._found[s].plan is not None, s == largest))]
+            del self._found[min(self._found, key=lambda s: (self._found[s].is_planned, s == largest))]
         self._found[sizes] = chain
         return chain
 
@@ -536,7 +542,8 @@ class Chains:
         chain.plan, chain.correction = plan, None
         if plan is None or plan.prepare is None:
             chain.meanwhile = None
-        self.may_prepare = self.may_prepare or (plan is not None and plan.prepare is not None)
+        if plan is not None and plan.prepare is not None:
+            self.may_prepare = True
         if plan is None:
             self.forget_known()
 

@@ -81,7 +81,11 @@ class PlanMaker:
         seen = replace(known.seen_at(chain.sizes), margin_bytes=chain.margin_bytes, between=first.chains.between)
         args = (tracked_graphs, chain, seen, known.sizes_at(chain.sizes))
         if self.in_background:
-            self.thread = background.start_planning(self._make, *args, name="fxoffload-chain-plan")
+            try:
+                self.thread = background.start_planning(self._make, *args, name="fxoffload-chain-plan")
+            except RuntimeError:  # the process may have no more threads
+                first.chains.end_planning(chain, None)
+                raise
         else:
             self._make(*args)
 
@@ -115,9 +119,13 @@ class PlanMaker:
 
     def awaited(self, tracked: TrackedGraph, args: Sequence[Any]) -> Latch | None:
         """What the step that begins at ``tracked`` has to wait for; None: nothing, or no step begins."""
-        chain = tracked.chains.get(tracked.planned_sizes(args))
+        chains = tracked.chains
+        chain = chains.get(tracked.planned_sizes(args))
         awaited = None if chain is None else chain.awaited
-        return awaited if awaited is not None and self._begins_at(tracked) else None
+        if awaited is None or not self._begins_at(tracked):
+            return None
+        # A step may follow the plan for larger sizes, which meets the budget.
+        return None if chains.larger(tracked.sizes_of(args)) is not None else awaited
 
     def prepare(self, tracked: TrackedGraph, args: Sequence[Any]) -> None:
         """Get the plans of ``tracked`` ready to be followed, where a step begins. May take minutes.
@@ -135,8 +143,8 @@ class PlanMaker:
         try:
             is_done = all(self._make_ready(tracked, chain) for chain in (mine, *others) if chain is not None)
         finally:
-            awaits = any(chain.awaited is not None for chain in chains.all)
-            chains.may_prepare = chains.may_prepare or awaits or not is_done
+            if not is_done or any(chain.awaited is not None for chain in chains.all):
+                chains.may_prepare = True
 
     def _make_ready(self, tracked: TrackedGraph, chain: SizedChain) -> bool:
         """Returns whether there may be more to make ready: a step begins here."""
