@@ -429,8 +429,8 @@ class Chains:
         known: the chain that was recorded twice; None: it is not known yet, or steps are another one now.
         is_planning: whether a plan is being made.
         num_records: how many steps with a backward were recorded, or were to be.
-        may_prepare: whether one of the plans is awaited, or may have to be made ready before it can be followed. Asked by
-            every call.
+        may_prepare: whether a plan is awaited, or may have to be made ready before it can be followed. Asked by every
+            call.
         between: times between steps before the plan was followed; None before there were any.
     """
 
