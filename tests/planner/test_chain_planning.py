@@ -420,6 +420,21 @@ def test_where_only_variants_meet_the_budget_a_step_waits_for_them() -> None:
     assert "recompute more" in plan.summary and plan.predicted_peak_bytes <= budget
 
 
+@pytest.mark.parametrize("limits", [{"activation_budget": 1}, {"max_slowdown": 0.02}])
+def test_only_a_budget_makes_a_step_wait(limits: dict[str, Any]) -> None:
+    told: list[Any] = []
+
+    def planner(tracked: Any, seen: Any, sizes: Any, meanwhile: Any = None) -> Any:
+        return plan_chain.plan_chain(tracked, seen, sizes, told.append)
+
+    with (
+        mock.patch.object(step_member, "plan_chain", planner),
+        mock.patch.object(chain_planning.ChainPlanning, "quick", lambda planning: None),
+    ):
+        recorded(MODELS["stack"], inner="aot_eager", steps=3, **limits)
+    assert (None in told) is ("activation_budget" in limits)
+
+
 def test_a_variant_that_cannot_be_compiled() -> None:
     """The plan for the graphs as they were compiled is followed instead."""
     plain = recorded(MODELS["stack"], policy="keep_all").steps(1)[0]

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fxoffload.compiler import chain_search
 from fxoffload.compiler.chain_graphs import GraphDescription
 from fxoffload.compiler.chain_search import ChainChoice, ChainSearch, no_faster_forward
 from fxoffload.compiler.search_rounds import SearchAim
@@ -239,6 +240,19 @@ def test_a_budget_that_only_recomputation_meets() -> None:
     choice = best(found.search(aim), aim)
     assert choice.schedule is not None
     assert choice.schedule.simulation.peak_bytes <= keep.peak_bytes // 3
+
+
+def test_of_equal_choices_that_of_the_solver_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one, which recomputes all, promises nothing."""
+    found = ways(layer(), [layer((), again_ms=0.5)], 12, host_bytes=64 * MB)
+    aim = SearchAim(limit_bytes=found.as_compiled().scheduler.keep_all().peak_bytes // 3)
+    raised: list[Any] = []
+    the_same: Any = mock.Mock(variants=(1,) * 12)
+    monkeypatch.setattr(chain_search, "search_rounds", lambda problem, aim, lay_out: [lay_out(the_same)])
+    monkeypatch.setattr(chain_search, "faster_rounds", lambda problem, limit, best, *_, **__: raised.append(best) or [])
+    most, choice = found.search(aim)
+    assert most.variants == choice.variants and most.promised is None
+    assert raised == [choice]
 
 
 def test_at_most_two_variants_of_a_graph_are_taken() -> None:

@@ -457,6 +457,32 @@ def test_where_no_quick_plan_meets_the_budget_a_step_waits_for_the_plan(
     assert turns[:2] == ["waits", "launches"]  # or the plan would stand still
 
 
+def test_where_another_plan_is_followed_meanwhile_no_step_waits() -> None:
+    """As that of the least memory, while a plan that was exceeded is made anew."""
+    world = World()
+    world.calls = StepTracker(
+        lambda: {}, in_background=True, memory=world.allocator.read, history=world.allocator.begin
+    )
+    model = world.model(30)
+    given, whole = threading.Event(), threading.Event()
+
+    def planner(tracked_graphs: Any, seen: Any, sizes: Any, /, meanwhile: Meanwhile | None = None) -> ChainPlan | None:
+        assert meanwhile is not None
+        found = model.plan(tracked_graphs, seen, sizes)
+        meanwhile(replace(found, choices=(Choice((False,)), *[Choice((True,))] * (CALLS - 1)), budget_bytes=None))
+        meanwhile(None)
+        given.set()
+        assert whole.wait(60)
+        return found
+
+    for tracked in model.tracked_graphs:
+        tracked.planner = planner
+    model.steps(3, HEAD)
+    assert given.wait(60)
+    assert not any(c.awaited for tracked in model.tracked_graphs for c in tracked.chains.all)
+    whole.set()
+
+
 def test_an_exception_that_comes_while_a_step_waits_is_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a signal handler that ends a step after some time. The next step waits again."""
     world = World()
@@ -498,6 +524,9 @@ def test_a_step_of_other_sizes_does_not_wait() -> None:
     chains.await_plan(chains.at(sizes[8]))
     assert world.calls.plans.awaited(tracked, [16]) is None
     assert world.calls.plans.awaited(tracked, [8]) is chains.at(sizes[8]).awaited is not None
+    # It leaves that to those of the first size.
+    world.calls.plans.prepare(tracked, [16])
+    assert chains.may_prepare
     # Nor one that may follow the plan for larger sizes.
     chains.at(sizes[16]).plan = ChainPlan((), ())
     assert world.calls.plans.awaited(tracked, [8]) is None

@@ -18,7 +18,8 @@ from fxoffload import ModifiedInputError
 from fxoffload.runtime import engine as engine_module
 from fxoffload.runtime.copies.streams import HostCopies, Wait
 from fxoffload.runtime.engine import Budgets, CopyEngine, engine_for
-from fxoffload.runtime.host_memory.arena import HeapMemory, HostArena
+from fxoffload.runtime.host_memory.arena import HeapMemory, HostArena, HostBlock
+from fxoffload.runtime.host_memory.free_list import Fence, Span
 from fxoffload.runtime.transfer import Group, Transfer, Watch
 from fxoffload.torch_private.storages import StorageRef
 
@@ -734,6 +735,17 @@ def test_a_call_of_a_chain_takes_back_what_calls_below_have_on_the_device(values
     assert all(t.there is not None and t.there.reclaimed for t in mine.in_need_order())
     assert bench.held() == (0 if chained else 2 * NBYTES)
     assert bench.take(below.in_need_order()) == [2, 1]
+
+
+def test_the_copies_of_a_burst_wait_for_the_youngest_reload_out_of_their_host_memory() -> None:
+    """Copies of one direction come in order, so it stands for all."""
+    bench, waited = Bench(), []
+    fences = [Fence(1, "early"), Fence(3, "late"), None, Fence(2, "between")]
+    blocks = [HostBlock(Span(i, i + 1, fence), "an arena") for i, fence in enumerate(fences)]
+    with mock.patch.object(bench.engine.streams, "offload_waits_for", lambda *what: waited.append(what)):
+        for _ in range(2):  # no more once they have waited
+            bench.engine._wait_for_reads(blocks)
+    assert waited == [("late", Wait.HOST_READ)]
 
 
 # -- the order of backwards --------------------------------------------------------------------------------------------
