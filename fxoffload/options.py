@@ -38,7 +38,7 @@ class Options:
         graph adds to those allocated on the device when the step began: saved activations, working set, copies under
         way, gradients that the backward returns. A budget that cannot be met raises BudgetError, with the smallest that
         can. On a GPU, a budget that the plan misses by a little is tried, and a warning says if its steps exceed it.
-        ``"auto"``: the room on the device when the first training graph is compiled, which is 90 % of its memory, less
+        ``"auto"``: the room on the device when the first training graph is compiled. That is 90 % of its memory, less
         the memory in use, less gradients and optimizer state that are not there yet. ``"80%"``: of that.
     max_slowdown: the least peak for at most this slowdown over plain Inductor (0.02: two percent, the default where
         there is no budget). With both, the budget is met first, and a slowdown beyond this bound warns. Where several

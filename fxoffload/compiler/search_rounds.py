@@ -77,13 +77,9 @@ class SearchAim:
         """The order of choices: the smaller, the better."""
         if tried.schedule is None:
             return (float("inf"), tried.scheduler.smallest().simulation.peak_bytes)
-        return self.key_of(tried.schedule)
-
-    def key_of(self, schedule: Schedule) -> tuple[float, float]:
-        """The order of schedules: the smaller, the better."""
         if self.limit_bytes is not None:
-            return schedule.key
-        return (schedule.simulation.peak_bytes, schedule.simulation.step_ms)
+            return tried.schedule.key
+        return (tried.schedule.simulation.peak_bytes, tried.schedule.simulation.step_ms)
 
     def solve(self, problem: Problem) -> Solution | None:
         """The solver's choice; the one of the least peak where none fits into a budget."""

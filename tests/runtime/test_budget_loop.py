@@ -389,12 +389,18 @@ def test_plans_are_told_while_the_host_launches_a_step(monkeypatch: pytest.Monke
     assert told[: told.index("launched")].count("launches") >= 3 * CALLS
 
 
-def test_a_quick_plan_is_followed_until_the_plan_is_there() -> None:
-    """Made on the same thread as the plan. Until it is there, steps run as at first."""
+def planning_in_background() -> World:
+    """As on a GPU."""
     world = World()
     world.calls = StepTracker(
         lambda: {}, in_background=True, memory=world.allocator.read, history=world.allocator.begin
     )
+    return world
+
+
+def test_a_quick_plan_is_followed_until_the_plan_is_there() -> None:
+    """Made on the same thread as the plan. Until it is there, steps run as at first."""
+    world = planning_in_background()
     model = world.model(30)
     quick, whole = threading.Event(), threading.Event()
     given = threading.Event()
@@ -425,10 +431,7 @@ def test_a_quick_plan_is_followed_until_the_plan_is_there() -> None:
 def test_where_no_quick_plan_meets_the_budget_a_step_waits_for_the_plan(
     ends: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = World()
-    world.calls = StepTracker(
-        lambda: {}, in_background=True, memory=world.allocator.read, history=world.allocator.begin
-    )
+    world = planning_in_background()
     model = world.model(30)
     given, whole = threading.Event(), threading.Event()
     turns: list[str] = []
@@ -459,10 +462,7 @@ def test_where_no_quick_plan_meets_the_budget_a_step_waits_for_the_plan(
 
 def test_where_another_plan_is_followed_meanwhile_no_step_waits() -> None:
     """As that of the least memory, while a plan that was exceeded is made anew."""
-    world = World()
-    world.calls = StepTracker(
-        lambda: {}, in_background=True, memory=world.allocator.read, history=world.allocator.begin
-    )
+    world = planning_in_background()
     model = world.model(30)
     given, whole = threading.Event(), threading.Event()
 
@@ -485,10 +485,7 @@ def test_where_another_plan_is_followed_meanwhile_no_step_waits() -> None:
 
 def test_an_exception_that_comes_while_a_step_waits_is_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a signal handler that ends a step after some time. The next step waits again."""
-    world = World()
-    world.calls = StepTracker(
-        lambda: {}, in_background=True, memory=world.allocator.read, history=world.allocator.begin
-    )
+    world = planning_in_background()
     model = world.model(30)
     given, whole = threading.Event(), threading.Event()
 
@@ -544,10 +541,7 @@ def test_a_chain_that_steps_wait_for_is_not_forgotten() -> None:
 
 
 def test_where_no_thread_can_start_the_next_step_may_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World()
-    world.calls = StepTracker(
-        lambda: {}, in_background=True, memory=world.allocator.read, history=world.allocator.begin
-    )
+    world = planning_in_background()
     model = world.model(30)
 
     def no_thread(*args: Any, **more: Any) -> Any:
