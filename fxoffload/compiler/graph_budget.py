@@ -144,10 +144,11 @@ class GraphBudget:
             self._scheduler, self._schedule = scheduler, schedule
             self._open_bytes = self.margin_bytes - self._told_bytes
 
-    def exceeded(self, excess_bytes: int, num_corrections: int) -> None:
+    def exceeded(self, excess_bytes: int, num_corrections: int, *, is_observed: bool = False) -> None:
         """See ``BudgetControl``."""
         if self._planned.plan_as_step():
-            self._planned.graph.planned = self._planned.least
+            if not is_observed:
+                self._planned.graph.planned = self._planned.least
             return
         # Not what a first plan may take: what libraries allocate in the first step was there before the others began.
         ran = self._ran.simulation.peak_bytes

@@ -35,8 +35,7 @@ def plan_chain(
         meanwhile: is given a plan for the graphs as they are, which takes a fraction of the time to make. On a GPU
             steps that follow it are measured. If enough of them have run by the end of the search, the plan is
             predicted from the times of their calls that began without a wait. The plan that is returned has its
-            variants compiled then, where that disturbs no step. If the graphs as they are exceed the budget whatever
-            moves, steps wait. None: no step runs until then.
+            variants compiled then, where that disturbs no step. None: no step runs until then.
     """
     descriptions = [t.description for t in tracked_graphs if isinstance(t.description, GraphDescription)]
     if (
@@ -56,8 +55,8 @@ def plan_chain(
             first_steps = first_steps_of(planning)
             choices = planning.choices(quick)
             meanwhile(ChainPlan(refs, choices, sizes=planning.sizes, order=seen.order, observer=first_steps))
-        elif planning.promises_budget:
-            meanwhile(None)
+        else:
+            log.info("they cannot meet the objective as they are compiled")
     schedule = planning.run()
     if first_steps is not None and (readings := first_steps.readings) is not None:
         schedule = in_measured_time(planning, readings, schedule)

@@ -403,7 +403,8 @@ class CompileSession:
         budget = self._objective.budget_bytes
         tracked.has_budget = budget is not None
         box, own_budget = (None, None) if own is None else (own.box, own.budget_bytes)
-        member = StepMember(forward.graph, tracked, budget, box, own_budget or 0)
+        observes = own is not None and own.may_be_planned_as_step
+        member = StepMember(forward.graph, tracked, budget, box, own_budget or 0, observes)
         reason = self.why_not_in_chain()
         if own is not None and own.sized is not None:
             reason = reason or "its sizes vary from call to call"

@@ -32,6 +32,7 @@ class StepMember:
         budget_bytes: the user's; None: there is none.
         own: its plan, if it has one for itself.
         own_budget_bytes: that ``own`` was made for; 0: none.
+        observes: whether steps are observed from the first one on, although there is ``own``.
     """
 
     graph: CompiledGraph
@@ -39,6 +40,7 @@ class StepMember:
     budget_bytes: int | None
     own: PlanBox | None
     own_budget_bytes: int
+    observes: bool = False
 
     def _keep_own_plan(self, own: PlanBox, join: Callable[[], None] | str) -> None:
         self.tracked.own_plan = OwnPlan(own.plan.predicted.peak_bytes, self.own_budget_bytes, join)
@@ -66,6 +68,8 @@ class StepMember:
         if self.own is not None:
             self.tracked.edges = edges
             self._keep_own_plan(self.own, functools.partial(self._join, description, edges))
+            if self.observes:
+                self._observe(description, edges)
             return
         self._join(description, edges)
         # Until a plan is there: the least that offloading takes, so that the first steps fit too if they can. It is
@@ -73,8 +77,12 @@ class StepMember:
         self.tracked.at_first = Choice(self.graph.actions["auto"], no_windows(description.step))
 
     def _join(self, description: GraphDescription, edges: Edges) -> None:
+        self._observe(description, edges)
+        self.tracked.control = None
+
+    def _observe(self, description: GraphDescription, edges: Edges) -> None:
         tracked = self.tracked
-        tracked.description, tracked.edges, tracked.control = description, edges, None
+        tracked.description, tracked.edges = description, edges
         tracked.planner = plan_chain
         tracked.may_follow, tracked.may_keep = self.graph.may_follow, self.graph.may_keep
         if self.budget_bytes is not None:

@@ -157,6 +157,30 @@ def test_a_graph_with_its_loss_outside_is_planned_as_a_step(budget: int) -> None
     assert step.predicted.outside_bytes > 0 and max(run.peaks[6:]) <= budget + 512, "pages of the allocator"
 
 
+def test_a_budget_that_the_loss_exceeds_is_met_from_the_third_step_on(budget: int) -> None:
+    """The first two are observed. The third waits for the plan that they lead to."""
+    run = Run(activation_budget=budget)
+    run.extra, read, history = 16 * KIB, run.allocator.read, run.allocator.history
+    with held(run), mock.patch.multiple(engine_for(CPU).calls, _memory=read, _history=history):
+        plain = run.step()
+        for _ in range(4):
+            assert_equal(run.step(), plain)
+    assert run.peaks[0] > budget >= max(run.peaks[2:])
+    assert run.plan.label == "a step over 1 call of 1 graph"
+
+
+@pytest.mark.slow
+def test_a_plan_that_meets_its_budget_with_the_loss_stays(budget: int) -> None:
+    run = Run(activation_budget=budget)
+    with held(run):
+        for _ in range(6):
+            run.step()
+    assert max(run.peaks) <= budget and "a step over" not in run.plan.label
+    (tracked,) = engine_for(CPU).calls._tracked_graphs
+    assert tracked.is_held_alone
+    assert engine_for(CPU).calls.end_step(), "nothing is awaited"
+
+
 def test_the_step_of_one_call_is_measured_with_its_loss(budget: int) -> None:
     """A reading is a millisecond after the last one, and the loss takes twenty."""
     run = Run(activation_budget=budget)

@@ -399,7 +399,7 @@ def planning_in_background() -> World:
 
 
 def test_a_quick_plan_is_followed_until_the_plan_is_there() -> None:
-    """Made on the same thread as the plan. Until it is there, steps run as at first."""
+    """Made on the same thread as the plan. The third step waits for it."""
     world = planning_in_background()
     model = world.model(30)
     quick, whole = threading.Event(), threading.Event()
@@ -416,10 +416,10 @@ def test_a_quick_plan_is_followed_until_the_plan_is_there() -> None:
 
     for tracked in model.tracked_graphs:
         tracked.planner = planner
-    assert model.steps(4, HEAD) == [5] * 4
-    quick.set()
-    assert given.wait(60)
+    assert model.steps(2, HEAD) == [5] * 2
+    threading.Timer(0.1, quick.set).start()
     assert model.steps(3, HEAD) == [15] * 3
+    assert given.wait(60)
     whole.set()
     for thread in threading.enumerate():
         if thread.name == "fxoffload-chain-plan":
@@ -439,8 +439,6 @@ def test_where_no_quick_plan_meets_the_budget_a_step_waits_for_the_plan(
         monkeypatch.setattr(STEP_FIRST, name, partial(turns.append, name))
 
     def planner(tracked_graphs: Any, seen: Any, sizes: Any, /, meanwhile: Meanwhile | None = None) -> ChainPlan | None:
-        assert meanwhile is not None
-        meanwhile(None)
         given.set()
         assert whole.wait(60)
         if ends == "with an error":
@@ -451,8 +449,7 @@ def test_where_no_quick_plan_meets_the_budget_a_step_waits_for_the_plan(
         tracked.planner = planner
     fails = pytest.warns(UserWarning, match="on purpose") if ends == "with an error" else contextlib.nullcontext()
     with fails:
-        assert model.steps(3, HEAD) == [5] * 3
-        assert given.wait(60)
+        assert model.steps(2, HEAD) == [5] * 2
         turns.clear()
         threading.Timer(0.1, whole.set).start()
         assert model.steps(2, HEAD) == [25 if ends == "with a plan" else 5] * 2
@@ -460,26 +457,24 @@ def test_where_no_quick_plan_meets_the_budget_a_step_waits_for_the_plan(
     assert turns[:2] == ["waits", "launches"]  # or the plan would stand still
 
 
-def test_where_another_plan_is_followed_meanwhile_no_step_waits() -> None:
-    """As that of the least memory, while a plan that was exceeded is made anew."""
+def test_while_a_plan_is_made_anew_no_step_waits() -> None:
+    """The choices of the least memory are followed."""
     world = planning_in_background()
     model = world.model(30)
-    given, whole = threading.Event(), threading.Event()
+    assert model.steps(4, HEAD)[2:] == [25] * 2
+    whole = threading.Event()
 
-    def planner(tracked_graphs: Any, seen: Any, sizes: Any, /, meanwhile: Meanwhile | None = None) -> ChainPlan | None:
-        assert meanwhile is not None
-        found = model.plan(tracked_graphs, seen, sizes)
-        meanwhile(replace(found, choices=(Choice((False,)), *[Choice((True,))] * (CALLS - 1)), budget_bytes=None))
-        meanwhile(None)
-        given.set()
+    def planner(*args: Any, **_: Any) -> ChainPlan:
         assert whole.wait(60)
-        return found
+        return model.plan(*args[:3])
 
     for tracked in model.tracked_graphs:
         tracked.planner = planner
-    model.steps(3, HEAD)
-    assert given.wait(60)
-    assert not any(c.awaited for tracked in model.tracked_graphs for c in tracked.chains.all)
+    late = threading.Timer(30.0, whole.set)
+    late.start()
+    model.steps(6, Step(passing=15))
+    assert not whole.is_set()
+    late.cancel()
     whole.set()
 
 
@@ -490,8 +485,6 @@ def test_an_exception_that_comes_while_a_step_waits_is_the_callers(monkeypatch: 
     given, whole = threading.Event(), threading.Event()
 
     def planner(tracked_graphs: Any, seen: Any, sizes: Any, /, meanwhile: Meanwhile | None = None) -> ChainPlan | None:
-        assert meanwhile is not None
-        meanwhile(None)
         given.set()
         assert whole.wait(60)
         return model.plan(tracked_graphs, seen, sizes)
@@ -501,8 +494,7 @@ def test_an_exception_that_comes_while_a_step_waits_is_the_callers(monkeypatch: 
 
     for tracked in model.tracked_graphs:
         tracked.planner = planner
-    assert model.steps(3, HEAD) == [5] * 3
-    assert given.wait(60)
+    assert model.steps(2, HEAD) == [5] * 2
     with monkeypatch.context() as now, pytest.raises(TimeoutError, match="on purpose"):
         now.setattr(Latch, "wait", interrupted)
         model.steps(1, HEAD)

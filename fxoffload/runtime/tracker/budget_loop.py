@@ -137,8 +137,15 @@ class BudgetControl(Protocol):
         """Judges its steps; None while they do not follow the plan."""
         ...
 
-    def exceeded(self, excess_bytes: int, num_corrections: int) -> None:
-        """A step exceeded the budget by these bytes. ``num_corrections``: in a row, with this one."""
+    def exceeded(self, excess_bytes: int, num_corrections: int, *, is_observed: bool = False) -> None:
+        """A step exceeded the budget by these bytes. It may be left to a plan for the step, which others are observed
+        for, unless this one was.
+
+        Args:
+            excess_bytes: of the step.
+            num_corrections: in a row, with this one.
+            is_observed: whether that plan can be made from this step and the one before.
+        """
         ...
 
     def fallen(self, peak_bytes: int) -> None:

@@ -225,13 +225,12 @@ class Planner(Protocol):
             tracked_graphs: of the calls.
             seen: of them.
             sizes: per call, the largest that the plan is to serve; empty where no sizes vary.
-            meanwhile: called with a plan to follow until this one is there; with None where none meets the budget, and
-                steps have to wait. Is None where no step runs until then.
+            meanwhile: called with a plan to follow until this one is there. Is None where no step runs until then.
         """
         ...
 
 
-Meanwhile = Callable[["ChainPlan | None"], None]
+Meanwhile = Callable[["ChainPlan"], None]
 
 
 @dataclass(frozen=True)
@@ -376,7 +375,7 @@ class SizedChain:
         num_misses: how many steps in a row were another chain than the one that was planned.
         correction: why the plan is being made anew; None: it is not.
         meanwhile: followed while a plan is being made; None: nothing is.
-        awaited: opens when the plan that steps wait for is made; None: they wait for none.
+        awaited: opens when there is a plan that steps wait for; None: they wait for none.
         margin_bytes: see ``Seen``.
         num_corrections: consecutive corrections so far.
         fallen_steps: the plan is made anew after this many steps that allocate far less.
@@ -526,16 +525,21 @@ class Chains:
         self._num_plans += 1
 
     def await_plan(self, chain: SizedChain) -> None:
-        """No step of ``chain`` begins before its plan is made."""
+        """No step of ``chain`` begins before it has a plan to follow."""
         chain.awaited, self.may_prepare = Latch(), True
+
+    @staticmethod
+    def go_on(chain: SizedChain) -> None:
+        """Steps wait no longer."""
+        awaited, chain.awaited = chain.awaited, None
+        if awaited is not None:
+            awaited.open()
 
     def end_planning(self, chain: SizedChain, plan: ChainPlan | None) -> None:
         """It is made; see ``take``."""
         self.take(chain, plan)
         self.is_planning = False
-        awaited, chain.awaited = chain.awaited, None
-        if awaited is not None:
-            awaited.open()
+        self.go_on(chain)
 
     def take(self, chain: SizedChain, plan: ChainPlan | None) -> None:
         """``plan`` is that of ``chain``; None: it could not be made, and the known chain is of no use."""
@@ -552,6 +556,11 @@ class Chains:
         self.known = None
         for chain in self.all:
             chain.correction, chain.meanwhile, chain.margin_bytes = None, None, 0
+
+    def observe_anew(self) -> None:
+        """Steps are another chain from now on, as far as is known."""
+        self.before, self.num_records = None, 0
+        self.forget_known()
 
     def correct(self, chain: SizedChain, plan: ChainPlan, excess_bytes: int) -> bool:
         """Have ``plan``, that of ``chain``, made anew from one more measured step, which runs as the first ones did.

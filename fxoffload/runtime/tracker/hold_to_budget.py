@@ -158,7 +158,10 @@ class HoldToBudget:
         elif plan is None:
             assert first.control is not None
             chain.num_corrections += 1
-            first.control.exceeded(excess, chain.num_corrections)
+            is_observed = step.record is not None and first.chains.known is not None
+            first.control.exceeded(excess, chain.num_corrections, is_observed=is_observed)
+            if first.control is None and step.record is None:
+                first.chains.observe_anew()
         elif not first.chains.correct(chain, plan, excess) and not first.chains.is_planning:
             _give_up(chain, plan, loop)
 

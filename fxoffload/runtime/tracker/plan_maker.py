@@ -1,8 +1,8 @@
 """Has steps over several calls planned, and their plans made ready.
 
-On a GPU a plan is made on a thread of its own. Steps go on with the graphs as they are compiled. If these exceed the
-user's budget whatever moves, steps wait. Variants that are not compiled by then are compiled before the first step
-that follows the plan.
+On a GPU a plan is made on a thread of its own. Steps go on with the graphs as they are compiled. Under a budget of the
+user's they wait for a plan that meets it: with those graphs, or else with variants. Variants that are not compiled by
+then are compiled before the first step that follows the plan.
 """
 
 from __future__ import annotations
@@ -56,8 +56,11 @@ class PlanMaker:
         chains.before = None
         chains.known = Known(record.tracked_graphs, merged, [before.sizes, record.sizes])
         chains.known.measured(step.sizes, record.live, record.sizes)
-        chain = chains.at(step.sizes)
-        if chains.may_plan(chain):
+        self.plan_if_due(first, chains.at(step.sizes))
+
+    def plan_if_due(self, first: TrackedGraph, chain: SizedChain) -> None:
+        """Make a plan for a chain that begins at ``first``, if it needs one, and is known."""
+        if not first.is_held_alone and first.chains.may_plan(chain):
             self.plan(first, chain)
 
     def measured(self, first: TrackedGraph, chain: SizedChain, step: RunningStep) -> None:
@@ -66,8 +69,7 @@ class PlanMaker:
         if known is None or first.chains.known is not known:
             return
         known.measured(chain.sizes, step.live_bytes, step.graphs_and_sizes()[1])
-        if first.chains.may_plan(chain):
-            self.plan(first, chain)
+        self.plan_if_due(first, chain)
 
     def plan(self, first: TrackedGraph, chain: SizedChain) -> None:
         """Make a plan for a chain that begins at ``first``, from its recordings."""
@@ -81,6 +83,8 @@ class PlanMaker:
         seen = replace(known.seen_at(chain.sizes), margin_bytes=chain.margin_bytes, between=first.chains.between)
         args = (tracked_graphs, chain, seen, known.sizes_at(chain.sizes))
         if self.in_background:
+            if first.has_budget and chain.meanwhile is None:
+                first.chains.await_plan(chain)
             try:
                 self.thread = background.start_planning(self._make, *args, name="fxoffload-chain-plan")
             except RuntimeError:  # the process may have no more threads
@@ -95,12 +99,9 @@ class PlanMaker:
         first, plan = tracked_graphs[0], None
         assert first.planner is not None
 
-        def meanwhile(plan: ChainPlan | None) -> None:
-            if plan is not None:
-                chain.meanwhile = chain.meanwhile or plan
-            elif chain.meanwhile is None:
-                log.info("no step within the budget can run until the plan is there: the next one waits for it")
-                first.chains.await_plan(chain)
+        def meanwhile(plan: ChainPlan) -> None:
+            chain.meanwhile = chain.meanwhile or plan
+            first.chains.go_on(chain)
 
         try:
             with working(f"planning a step of {len(tracked_graphs)} compiled graphs", in_background=self.in_background):

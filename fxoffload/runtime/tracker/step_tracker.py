@@ -147,7 +147,7 @@ class StepTracker:
         """Whether steps like it are to be planned, as was found while it ran."""
         first = step.calls[0].tracked() if step.calls else None
         chain = None if first is None else first.chains.get(step.sizes)
-        if first is None or first.planner is None or chain is None or chain.plan is not None:
+        if first is None or first.planner is None or first.is_held_alone or chain is None or chain.plan is not None:
             return False
         return first.chains.awaits_plan(chain)
 
@@ -171,7 +171,12 @@ class StepTracker:
 
     def await_plan(self, tracked: TrackedGraph, args: Sequence[Any]) -> None:
         try:
-            awaited = None if _is_unusual() else self.plans.awaited(tracked, args)
+            awaited = None
+            if not _is_unusual():
+                with self._lock:  # the step before may be the one that leads to a plan
+                    if self._step is not None and self._step.has_ended and self._is_over(self._step, tracked):
+                        self._finish()
+                awaited = self.plans.awaited(tracked, args)
         except Exception as error:
             self.give_up(error)
             return
@@ -314,8 +319,8 @@ class StepTracker:
         is_unknown = self._memory is not None and tracked.has_budget and chains.may_measure(chain)
         if is_unknown and tracked.may_follow():
             step.known = chains.begin_measuring(chain)
-        elif not is_unknown and chains.may_plan(chain):
-            self.plans.plan(tracked, chain)
+        elif not is_unknown:
+            self.plans.plan_if_due(tracked, chain)
         # The observer may have replaced it. One that was made this moment may have to be made ready: the next step does
         # that, and follows it.
         if step.known is None:
@@ -350,7 +355,8 @@ class StepTracker:
             return StepState.FOLLOWING
         if step.known is not None:
             return StepState.MEASURING
-        if tracked.planner is None or (chain.plan is None and not chains.awaits_plan(chain)):
+        is_unplanned = tracked.planner is None or tracked.is_held_alone
+        if is_unplanned or (chain.plan is None and not chains.awaits_plan(chain)):
             return StepState.UNPLANNED
         return StepState.OBSERVING if chain.plan is None and chains.may_record else StepState.WAITING
 
@@ -525,10 +531,12 @@ class StepTracker:
         if step.began not in (StepState.FOLLOWING, StepState.MEASURING):
             self.plans.observed(first, step)
             is_planned = step.has_several or first.own_plan is not None
-            if step.began is StepState.OBSERVING and is_planned and first.chains.gives_up:
+            if step.began is StepState.OBSERVING and is_planned and first.control is None and first.chains.gives_up:
                 first.gives_up()
             if self._hold is not None and chain is not None and (step.is_regular or step.peak is not None):
                 self._hold.judge(first, chain, step)
+                if step.record is not None:
+                    self.plans.plan_if_due(first, chain)
         elif chain is None or (step.keeps and not step.is_regular):
             return  # forgotten meanwhile; or under override_policy("keep_all"), which says nothing of later steps
         elif step.state is StepState.COMPLETE:

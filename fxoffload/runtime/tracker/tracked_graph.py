@@ -27,8 +27,8 @@ class CallEvents(Protocol):
     """Is told of the calls of tracked graphs: a ``StepTracker``."""
 
     def await_plan(self, tracked: TrackedGraph, args: Sequence[Any]) -> None:
-        """Wait until the plan is made that the step which begins at ``tracked`` needs. An exception that comes
-        meanwhile is the caller's."""
+        """Wait for the plan that the step which begins at ``tracked`` needs. An exception that comes meanwhile is the
+        caller's."""
         ...
 
     def forward_begins(self, tracked: TrackedGraph, args: Sequence[Any]) -> None:
@@ -104,6 +104,11 @@ class TrackedGraph:
     has_budget: bool = False
     gives_up: Callable[[], None] = lambda: None
 
+    @property
+    def is_held_alone(self) -> bool:
+        """Whether its own plan is followed although its steps are known: it meets its budget."""
+        return self.control is not None and self.chains.known is not None
+
     def sizes_of(self, args: Sequence[Any]) -> Sizes:
         """Of the call with these arguments; empty where they do not vary."""
         return () if self.sizes is None else self.sizes.told_by(args)
@@ -114,7 +119,7 @@ class TrackedGraph:
 
     def forward_begins(self, args: Sequence[Any]) -> None:
         """A forward call begins: sets ``followed``. May wait for a plan first."""
-        if self.chains.may_prepare:
+        if self.chains.may_prepare or (self.has_budget and self.chains.before is not None):
             self.calls.await_plan(self, args)
         try:
             self.calls.forward_begins(self, args)
