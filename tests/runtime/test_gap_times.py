@@ -83,3 +83,15 @@ def test_times_between_steps_are_those_of_one_model(monkeypatch: pytest.MonkeyPa
 
     assert least((0.0, "A a"), (3.0, "B b"), (4.0, "A a"), (2.0, "B b")) == [None, None]
     assert least((9.0, "B b"), (1.0, "A a"), (7.0, "A a"), (1.0, "B b")) == [7.0, 9.0]
+
+
+@pytest.mark.parametrize("budget", [False, True])
+def test_the_time_before_the_step_that_waits_for_a_plan_counts(budget: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time before the second step is that of an optimizer that makes its state."""
+    now = 0.0
+    script, seen = Script(monkeypatch, budget=budget, events=host_events(lambda: now)), []
+    script.plan = lambda tracked_graphs, found, *_: seen.append(found.between.least_ms())
+    for ms in (0.0, 40.0, 20.0, 30.0):
+        now += ms
+        script.play("A B b a")
+    assert seen == [20.0 if budget else 40.0]
