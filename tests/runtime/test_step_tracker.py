@@ -21,6 +21,7 @@ from fxoffload.runtime.profiler.allocator_trace import Memory
 from fxoffload.runtime.tracker import running_step, step_state, step_tracker
 from fxoffload.runtime.tracker.chains import ChainPlan, Sizes
 from fxoffload.runtime.tracker.hold_to_budget import HoldToBudget
+from fxoffload.runtime.tracker.own_plan import OwnPlan
 from fxoffload.runtime.tracker.step_state import BEGINNINGS, NEXT, Departure, StepEvent, StepState, after
 from fxoffload.runtime.tracker.step_tracker import StepTracker
 from fxoffload.runtime.transfer import Group
@@ -582,3 +583,13 @@ def test_the_backward_of_an_unusual_call_takes_no_others_recording(single: Scrip
     single.waiting.clear()
     assert _backward(single, "a") is None
     assert _backward(single, "b") is other
+
+
+def test_a_step_in_which_graphs_join_is_not_observed(script: Script) -> None:
+    """Its plan is made of the next two: DDP makes its buckets anew in the second step of a process."""
+    for name in "ab":
+        script.graphs[name].own_plan = OwnPlan(60, 100, lambda: None)
+    assert script.play("A B b a") == "observing irregular (unusual)"
+    assert script.play("A B b a") == script.play("A B b a") == "observing complete"
+    assert script.plans == []
+    assert script.play("A B b a") == "following complete"

@@ -107,9 +107,9 @@ class PlainCalls:
         self._saved.append((graph, StorageRef(saved)))
 
 
-def plan_together(calls: Sequence[HasOwnPlan], plain: Sequence[OwnPlan]) -> None:
+def plan_together(calls: Sequence[HasOwnPlan], plain: Sequence[OwnPlan]) -> bool:
     """Have graphs planned together whose forwards wait for their backwards at the same time, unless their own plans
-    add up to no more than a budget.
+    add up to no more than a budget. Returns whether any joined the others now.
 
     Args:
         calls: of graphs that were cut.
@@ -118,7 +118,8 @@ def plan_together(calls: Sequence[HasOwnPlan], plain: Sequence[OwnPlan]) -> None
     cut = [tracked.own_plan for tracked in calls if tracked.own_plan is not None]
     everyone = [*cut, *plain]
     if not everyone or len(calls) + len(plain) < 2:
-        return
+        return False
+    are_done = [one.is_done for one in cut]
     budgets = [one.budget_bytes for one in everyone if one.budget_bytes]
     exceeds = bool(budgets) and sum(one.peak_bytes for one in everyone) > min(budgets)
     if exceeds or not budgets or len(cut) < len(calls):
@@ -127,6 +128,7 @@ def plan_together(calls: Sequence[HasOwnPlan], plain: Sequence[OwnPlan]) -> None
     if exceeds:
         for one in plain:
             one.together()
+    return any(one.is_done != was_done for one, was_done in zip(cut, are_done, strict=True))
 
 
 def saved_of_its_own(args: Sequence[Any], results: Sequence[Any], num_user_outputs: int) -> int | None:

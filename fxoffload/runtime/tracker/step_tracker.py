@@ -286,8 +286,9 @@ class StepTracker:
         """A forward of ``tracked`` has begun."""
         step.has_own_plan = step.has_own_plan or tracked.own_plan is not None
         plain = self._plain.waiting()
-        if step.has_own_plan or plain:
-            plan_together([*self._waiting(step), tracked], plain)
+        joined = (step.has_own_plan or plain) and plan_together([*self._waiting(step), tracked], plain)
+        if joined and step.state is StepState.OBSERVING:
+            step.depart()  # it is observed from the next step on: DDP makes its buckets anew in the second step
 
     @staticmethod
     def _waiting(step: RunningStep) -> list[TrackedGraph]:
