@@ -218,7 +218,10 @@ class StepTracker:
             place = step.forward_begins(tracked, sizes)
             if self._hold is not None and place:
                 self._hold.forward_begins(step)
-            self._plan_together(step, tracked)
+            step.has_own_plan = step.has_own_plan or tracked.own_plan is not None
+            plain = self._plain.waiting()
+            if step.has_own_plan or plain:
+                self._plan_together([*self._waiting(step), tracked], plain)
             if step.plan is not None:
                 tracked.followed = step.plan.choices[place]
                 if keeps:
@@ -265,7 +268,7 @@ class StepTracker:
             step = self._step
             tracked_graphs = self._waiting(step) if step is not None and step.phase == "forward" else []
             try:
-                plan_together(tracked_graphs, [*self._plain.waiting(), graph])
+                self._plan_together(tracked_graphs, [*self._plain.waiting(), graph])
                 if self._hold is not None and (step is None or not step.pending):
                     self._hold.plain_begins(graph)
             except Exception as error:
@@ -282,13 +285,15 @@ class StepTracker:
             if self._hold is not None:
                 self._hold.plain_ended(graph)
 
-    def _plan_together(self, step: RunningStep, tracked: TrackedGraph) -> None:
-        """A forward of ``tracked`` has begun."""
-        step.has_own_plan = step.has_own_plan or tracked.own_plan is not None
-        plain = self._plain.waiting()
-        joined = (step.has_own_plan or plain) and plan_together([*self._waiting(step), tracked], plain)
-        if joined and step.state is StepState.OBSERVING:
-            step.depart()  # it is observed from the next step on: DDP makes its buckets anew in the second step
+    def _plan_together(self, tracked_graphs: Sequence[TrackedGraph], plain: Sequence[OwnPlan]) -> None:
+        """A forward of the last of these graphs has begun. Where one joins, steps are observed from the next one on:
+        alone it was another chain, and DDP makes its buckets anew in the second step."""
+        if not plan_together(tracked_graphs, plain):
+            return
+        for tracked in tracked_graphs:
+            tracked.chains.observe_anew()
+        if self._step is not None and self._step.state is StepState.OBSERVING:
+            self._step.depart()
 
     @staticmethod
     def _waiting(step: RunningStep) -> list[TrackedGraph]:
