@@ -67,15 +67,7 @@ def leave_garbage_to_parent() -> None:
     _leaves_garbage = True
 
 
-_around_fork = gc_paused()
-
-
-def _before_fork() -> None:
-    _around_fork.__enter__()  # the child collects nothing before it is told which objects it may collect
-
-
-def _after_fork_in_parent() -> None:
-    _around_fork.__exit__()
+_around_fork = gc_paused()  # the child collects nothing before it is told which objects it may collect
 
 
 def _after_fork_in_child() -> None:
@@ -87,4 +79,6 @@ def _after_fork_in_child() -> None:
     before.forget()
 
 
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
+os.register_at_fork(
+    before=_around_fork.__enter__, after_in_parent=_around_fork.__exit__, after_in_child=_after_fork_in_child
+)
