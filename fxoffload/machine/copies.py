@@ -23,18 +23,11 @@ _ROUND_BYTES = 32 << 20
 _MAX_QUEUED = 32
 
 
-@dataclass(frozen=True, slots=True)
-class CopyCurves:
-    """One curve per direction, alone and while the other direction copies; the names are MachineProfile's."""
+def cpu_curves(clock: Clock) -> dict[str, CopyCurve]:
+    """The rehearsal's "link": memory copies on the caller's thread, so two at once take twice as long.
 
-    d2h: CopyCurve
-    h2d: CopyCurve
-    duplex_d2h: CopyCurve
-    duplex_h2d: CopyCurve
-
-
-def cpu_curves(clock: Clock) -> CopyCurves:
-    """The rehearsal's "link": memory copies on the caller's thread, so two at once take twice as long."""
+    The curves go by their names in MachineProfile.
+    """
     source, target = (torch.ones(CPU_SIZES[-1], dtype=torch.uint8) for _ in range(2))
 
     def copy_ms(nbytes: int) -> float:
@@ -43,11 +36,11 @@ def cpu_curves(clock: Clock) -> CopyCurves:
     latency_ms, times_ms = copy_ms(_LATENCY_BYTES), [copy_ms(size) for size in CPU_SIZES]
     alone = make_curve(latency_ms, CPU_SIZES, times_ms)
     both = make_curve(latency_ms, CPU_SIZES, [2 * ms for ms in times_ms])
-    return CopyCurves(alone, alone, both, both)
+    return {"d2h": alone, "h2d": alone, "duplex_d2h": both, "duplex_h2d": both}
 
 
-def cuda_curves(device: torch.device, clock: CudaClock) -> CopyCurves:
-    """Times over the link, out of and into memory that is pinned as the runtime pins it; all of it is given back.
+def cuda_curves(device: torch.device, clock: CudaClock) -> dict[str, CopyCurve]:
+    """The same, over the link, out of and into memory that is pinned as the runtime pins it; all of it is given back.
 
     Raises ProfileError (a RuntimeError) where no memory can be pinned.
     """
@@ -64,7 +57,7 @@ def cuda_curves(device: torch.device, clock: CudaClock) -> CopyCurves:
             both_h2d = _curve(lambda n: _copy_ms(clock, up, down, n), at_least=h2d)
         finally:
             torch.cuda.synchronize(device)
-    return CopyCurves(d2h, h2d, both_d2h, both_h2d)
+    return {"d2h": d2h, "h2d": h2d, "duplex_d2h": both_d2h, "duplex_h2d": both_h2d}
 
 
 def make_curve(latency_ms: float, sizes: Sequence[int], times_ms: Sequence[float]) -> CopyCurve:

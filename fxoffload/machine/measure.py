@@ -13,8 +13,8 @@ import torch
 
 from fxoffload.errors import ProfileError
 from fxoffload.machine import compute
-from fxoffload.machine.clocks import Clock, CpuClock, CudaClock
-from fxoffload.machine.copies import CopyCurves, cpu_curves, cuda_curves
+from fxoffload.machine.clocks import CpuClock, CudaClock
+from fxoffload.machine.copies import cpu_curves, cuda_curves
 from fxoffload.machine.devices import identify, memory_bytes
 from fxoffload.machine.profile import MachineProfile
 from fxoffload.progress import working
@@ -53,19 +53,18 @@ def _measure(device: torch.device) -> MachineProfile:
 
 
 def _measure_here(device: torch.device) -> MachineProfile:
-    clock, curves = _clock_and_curves(device)
+    if device.type == "cuda":
+        clock = CudaClock(device)
+        curves = cuda_curves(device, clock)
+    else:
+        clock = CpuClock()
+        curves = cpu_curves(clock)
     forward, backward = compute.attention_rates(device, clock)
     identity = identify(device)
     return MachineProfile(
-        device_name=identity.device_name,
-        device_type=identity.device_type,
-        driver=identity.driver,
-        torch_version=identity.torch_version,
+        **dataclasses.asdict(identity),
         device_memory_bytes=memory_bytes(device),
-        d2h=curves.d2h,
-        h2d=curves.h2d,
-        duplex_d2h=curves.duplex_d2h,
-        duplex_h2d=curves.duplex_h2d,
+        **curves,
         matmul_tflop_per_s=compute.matmul_rates(device, clock),
         attention_forward_tflop_per_s=forward,
         attention_backward_tflop_per_s=backward,
@@ -74,11 +73,3 @@ def _measure_here(device: torch.device) -> MachineProfile:
         kernel_floor_us=compute.kernel_floor_us(device, clock),
         notes=f"Attention is causal scaled_dot_product_attention as torch {identity.torch_version} dispatches it.",
     )
-
-
-def _clock_and_curves(device: torch.device) -> tuple[Clock, CopyCurves]:
-    if device.type == "cuda":
-        cuda_clock = CudaClock(device)
-        return cuda_clock, cuda_curves(device, cuda_clock)
-    clock = CpuClock()
-    return clock, cpu_curves(clock)
