@@ -20,7 +20,6 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 
@@ -34,19 +33,6 @@ _MAX_QUEUED = 64
 _MAX_SUSTAINED = 4000
 
 
-class Clock(Protocol):
-    """Times work on one device."""
-
-    def ms(self, work: Callable[[], object], *, sustained: bool = False) -> float:
-        """Device milliseconds of one call of ``work``, after a warm-up; ``sustained``: a long one, see [Note: Sustained
-        rates]."""
-        ...
-
-    def host_ms(self, work: Callable[[], object], calls: int) -> float:
-        """Milliseconds after which one call of ``work`` returns, from rounds of ``calls`` calls."""
-        ...
-
-
 class CpuClock:
     """Wall time, of the fastest of a few rounds: other work on the processor only adds time.
 
@@ -57,6 +43,8 @@ class CpuClock:
         self._round_ms = round_ms
 
     def ms(self, work: Callable[[], object], *, sustained: bool = False) -> float:
+        """Device milliseconds of one call of ``work``, after a warm-up; ``sustained``: a long one, see [Note: Sustained
+        rates]."""
         once = min(_wall_ms(work, 1) for _ in range(3))
         calls = _clamp(self._round_ms / max(once, 1e-6), 1, 1000)
         return min(_wall_ms(work, calls) / calls for _ in range(CPU_ROUNDS))
@@ -66,6 +54,7 @@ class CpuClock:
         return _wall_ms(work, 1)
 
     def host_ms(self, work: Callable[[], object], calls: int) -> float:
+        """Milliseconds after which one call of ``work`` returns, from rounds of ``calls`` calls."""
         _wall_ms(work, calls)
         return min(_wall_ms(work, calls) / calls for _ in range(CPU_ROUNDS))
 
@@ -105,7 +94,6 @@ class CudaClock:
         return statistics.median(self._queued_ms(work, calls) / calls for _ in range(ROUNDS))
 
     def once_ms(self, work: Callable[[], object]) -> float:
-        """Device milliseconds of this one call of ``work``, without a warm-up."""
         return self._queued_ms(work, 1)
 
     def each_ms(self, works: Sequence[Callable[[], object]]) -> list[float]:
@@ -144,6 +132,9 @@ class CudaClock:
         end.record()
         self._wait()
         return start.elapsed_time(end)
+
+
+Clock = CpuClock | CudaClock  # times work on one device
 
 
 def _wall_ms(work: Callable[[], object], calls: int) -> float:

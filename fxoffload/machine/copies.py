@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,10 +24,10 @@ _ROUND_BYTES = 32 << 20
 _MAX_QUEUED = 32
 
 
-def cpu_curves(clock: Clock) -> dict[str, CopyCurve]:
+def cpu_curves(clock: Clock) -> dict[str, Any]:
     """The rehearsal's "link": memory copies on the caller's thread, so two at once take twice as long.
 
-    The curves go by their names in MachineProfile.
+    Curves by their names in MachineProfile.
     """
     source, target = (torch.ones(CPU_SIZES[-1], dtype=torch.uint8) for _ in range(2))
 
@@ -39,7 +40,7 @@ def cpu_curves(clock: Clock) -> dict[str, CopyCurve]:
     return {"d2h": alone, "h2d": alone, "duplex_d2h": both, "duplex_h2d": both}
 
 
-def cuda_curves(device: torch.device, clock: CudaClock) -> dict[str, CopyCurve]:
+def cuda_curves(device: torch.device, clock: CudaClock) -> dict[str, Any]:
     """The same, over the link, out of and into memory that is pinned as the runtime pins it; all of it is given back.
 
     Raises ProfileError (a RuntimeError) where no memory can be pinned.

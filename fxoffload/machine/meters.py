@@ -21,7 +21,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -48,51 +48,14 @@ _SPARE_BYTES = 256 << 20
 _SMALL_BYTES = 1 << 20
 
 
-class Meter(Protocol):
-    """Runs work on one device. Everything but ``ready`` is called within ``undisturbed``.
+class HostMeter:
+    """Runs work on the CPU: wall time, no peaks. Everything but ``why_not`` is called within ``undisturbed``.
 
     Attributes:
         least_ms: operators that take less by estimate are not worth a measurement.
         warm_up_s: what ``undisturbed`` takes itself.
         sustained_ms: after so much work the device is as fast as in a step.
     """
-
-    device: torch.device
-    least_ms: float
-    warm_up_s: float
-    sustained_ms: float
-
-    def why_not(self) -> str:
-        """Why nothing can be measured now; "" where it can."""
-        ...
-
-    def undisturbed(self) -> AbstractContextManager[None]:
-        """Within it work may run. See [Note: Left as it was]."""
-        ...
-
-    def ms(self, work: Work) -> float:
-        """Milliseconds of one call of ``work`` among calls of it; warmed up."""
-        ...
-
-    def once_ms(self, work: Work) -> float:
-        """Milliseconds of this one call of ``work``."""
-        ...
-
-    def each_ms(self, works: Sequence[Work]) -> list[float]:
-        """Milliseconds of each of ``works``, which run one after another without a pause."""
-        ...
-
-    def peak_bytes(self, work: Work) -> int | None:
-        """Most bytes allocated while ``work`` runs, above those at its beginning; None where that is not known."""
-        ...
-
-    def room_bytes(self) -> int:
-        """How many bytes the work may take, its inputs included."""
-        ...
-
-
-class HostMeter:
-    """The CPU: wall time, no peaks."""
 
     least_ms = warm_up_s = sustained_ms = 0.0
 
@@ -101,27 +64,32 @@ class HostMeter:
         self._clock = CpuClock(_CPU_ROUND_MS)
 
     def why_not(self) -> str:
+        """Why nothing can be measured now; "" where it can."""
         return ""
 
-    @contextlib.contextmanager
-    def undisturbed(self) -> Iterator[None]:
-        with real_tensors():
-            yield
+    def undisturbed(self) -> AbstractContextManager[None]:
+        """Within it work may run. See [Note: Left as it was]."""
+        return real_tensors()
 
     def ms(self, work: Work) -> float:
+        """Milliseconds of one call of ``work`` among calls of it; warmed up."""
         return self._clock.ms(work)
 
     def once_ms(self, work: Work) -> float:
+        """Milliseconds of this one call of ``work``."""
         return self._clock.once_ms(work)
 
     def each_ms(self, works: Sequence[Work]) -> list[float]:
+        """Milliseconds of each of ``works``, which run one after another without a pause."""
         return [self.once_ms(work) for work in works]
 
     def peak_bytes(self, work: Work) -> int | None:
+        """Most bytes allocated while ``work`` runs, above those at its beginning; None where that is not known."""
         work()
         return None
 
     def room_bytes(self) -> int:
+        """How many bytes the work may take, its inputs included."""
         return psutil.virtual_memory().available // 2
 
 
@@ -135,7 +103,7 @@ class _Bytes(NamedTuple):
 
 
 class CudaMeter:
-    """A GPU, by CUDA events ([Note: Held queue] in ``clocks``) and the caching allocator."""
+    """As HostMeter, on a GPU: by CUDA events ([Note: Held queue] in ``clocks``) and the caching allocator."""
 
     least_ms = 0.01  # kernels this short take as long as a launch
     warm_up_s = 0.6
@@ -216,6 +184,9 @@ class CudaMeter:
     def room_bytes(self) -> int:
         free = torch.cuda.mem_get_info(self.device)[0]
         return min(self._room, int((1 - _LEFT) * free))
+
+
+Meter = HostMeter | CudaMeter
 
 
 def meter_for(device: torch.device) -> Meter:
