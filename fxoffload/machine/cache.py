@@ -8,7 +8,6 @@ import hashlib
 import logging
 import os
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,13 +15,11 @@ from fxoffload.errors import OptionsError
 from fxoffload.files import replace_file
 from fxoffload.machine.devices import Identity
 from fxoffload.machine.profile import MachineProfile
+from fxoffload.runtime.host_memory.ledger_files import lock_within
 
 log = logging.getLogger(__name__)
 
 CACHE_VARIABLE = "FXOFFLOAD_CACHE_DIR"
-
-# How often a process that is not to wait for ever asks for a lock.
-_ASK_AGAIN_S = 0.05
 
 # Profiles that could not be written, so that this process at least does not measure twice.
 _unstored: dict[Identity, MachineProfile] = {}
@@ -93,23 +90,11 @@ def locked(identity: Identity, patience_s: float | None = None) -> Iterator[bool
             path.parent.mkdir(parents=True, exist_ok=True)
             file = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
             stack.callback(os.close, file)
-            _lock(file, patience_s)
+            if patience_s is None:
+                fcntl.flock(file, fcntl.LOCK_EX)
+            else:
+                lock_within(file, patience_s)
         except (OSError, RuntimeError) as error:
             log.debug("measuring without a lock: %s", error)
             is_locked = False
         yield is_locked
-
-
-def _lock(file: int, patience_s: float | None) -> None:
-    """Raises OSError where it cannot be locked (in time)."""
-    if patience_s is None:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        return
-    until = time.monotonic() + patience_s
-    while True:
-        try:
-            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > until:
-                raise
-            time.sleep(_ASK_AGAIN_S)
