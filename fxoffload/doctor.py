@@ -116,7 +116,8 @@ def _compiler() -> Iterator[Finding]:
 
 def _profile() -> Iterator[Finding]:
     if not torch.cuda.is_available():
-        yield Finding("profiles to plan with", ", ".join(map(_with_source, shipped_names())))
+        shipped = (f"{name} ({load_profile(name).source})" for name in shipped_names())
+        yield Finding("profiles to plan with", ", ".join(shipped))
         return
     try:
         found = profile_for(None, allow_measure=False)
@@ -134,10 +135,6 @@ def _profile() -> Iterator[Finding]:
         advice = f"unset {PROFILE_VARIABLE}: then this GPU is measured, in seconds"
     yield Finding("profile", f"{found.title}{other}", problem, advice)
     yield Finding("link", _rates(found))
-
-
-def _with_source(name: str) -> str:
-    return f"{name} ({load_profile(name).source})"
 
 
 def _rates(profile: MachineProfile) -> str:

@@ -53,8 +53,11 @@ def resolve(device: torch.device | str | None) -> torch.device:
 
 def identify(device: torch.device) -> Identity:
     """Name, driver and torch of a device that ``resolve`` gave."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
-    driver = _cuda_driver() if device.type == "cuda" else "none"
+    if device.type == "cuda":
+        name, driver = torch.cuda.get_device_name(device), _cuda_driver()
+    else:
+        # The number of threads belongs to the name: it sets the rates.
+        name, driver = f"{_cpu_model()} ({torch.get_num_threads()} threads)", "none"
     return Identity(name, device.type, driver, str(torch.__version__))
 
 
@@ -64,11 +67,6 @@ def memory_bytes(device: torch.device) -> int:
         return torch.cuda.get_device_properties(device).total_memory
     total, limit = psutil.virtual_memory().total, cgroup_limit_bytes()
     return total if limit is None else min(total, limit)
-
-
-def _cpu_name() -> str:
-    # The number of threads belongs to the name: it sets the rates.
-    return f"{_cpu_model()} ({torch.get_num_threads()} threads)"
 
 
 @functools.cache

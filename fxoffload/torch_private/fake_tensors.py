@@ -72,14 +72,11 @@ def with_strides(value: Any, strides: Sequence[Any]) -> Any:
     if not isinstance(value, FakeTensor) or len(strides) != value.dim():
         return value
     env = value.fake_mode.shape_env
-    found: list[Any] = [_size_of(s, env) if isinstance(s, str) else s for s in strides]
+    size_of = int if env is None else env.deserialize_symexpr
+    found: list[Any] = [size_of(s) if isinstance(s, str) else s for s in strides]
     with _fakes_without_guards(value):
         other = value.as_strided(value.shape, found)
     return value if form_of(other) == form_of(value) else other
-
-
-def _size_of(text: str, env: Any) -> Any:
-    return int(text) if env is None else env.deserialize_symexpr(text)
 
 
 def run_on_fakes(node: fx.Node) -> Any:

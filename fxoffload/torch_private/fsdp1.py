@@ -24,17 +24,11 @@ def fsdp1_handle(module: Any) -> Any:
 def fsdp1_parameters(module: Any) -> list[torch.Tensor]:
     """The parameters that lie in the flat parameter of a ``FullyShardedDataParallel``: themselves, or the flat one.
 
-    Needed by torch 2.11 to 2.14: ``FlatParamHandle.flat_param``.
+    Needed by torch 2.11 to 2.14: ``FlatParamHandle.flat_param``, ``FlatParameter._params`` and ``_shared_params``.
     """
     handle = fsdp1_handle(module)
-    return [] if handle is None else fsdp1_parameters_of(handle)
-
-
-def fsdp1_parameters_of(handle: Any) -> list[torch.Tensor]:
-    """The same, of a ``FlatParamHandle``.
-
-    Needed by torch 2.11 to 2.14: ``FlatParameter._params`` and ``_shared_params``.
-    """
+    if handle is None:
+        return []
     flat = handle.flat_param
     if not handle._use_orig_params:
         return [flat]

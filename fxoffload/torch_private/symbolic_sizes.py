@@ -24,10 +24,8 @@ class _OtherSizes:
         """The value of a SymInt's node."""
         expression = node._expr  # as it was made: ``expr`` looks for simpler forms each time
         if expression not in self._known:
-            values = {
-                s: self._values[s] if s in self._values else symbol_hint(s, node.shape_env)
-                for s in node.expr.free_symbols
-            }
+            of_call = node.shape_env.backed_var_to_val  # the call that is compiled for
+            values = {s: self._values.get(s, of_call.get(s)) for s in node.expr.free_symbols}
             self._known[expression] = None if None in values.values() else int(node.expr.xreplace(values))
         return self._known[expression]
 
@@ -40,7 +38,7 @@ def hints_at(sizes: Mapping[Any, int]) -> Iterator[None]:
     """Within it ``hint`` tells sizes as they would be with these values of the symbols; other symbols keep their
     hints.
 
-    Needed by torch 2.11 to 2.14: ``SymNode._expr``.
+    Needed by torch 2.11 to 2.14: ``SymNode._expr`` and ``ShapeEnv.backed_var_to_val``.
     """
     token = _OTHER_SIZES.set(_OtherSizes(sizes))
     try:
@@ -66,15 +64,6 @@ def hint(value: Any) -> int | None:
             known = node.hint
         return int(known) if known is not None else None
     return None
-
-
-def symbol_hint(symbol: Any, shape_env: Any) -> int | None:
-    """The value of a size symbol in the call that is compiled for; None for a symbol without one.
-
-    Needed by torch 2.11 to 2.14: ``ShapeEnv.backed_var_to_val``.
-    """
-    value = shape_env.backed_var_to_val.get(symbol)
-    return None if value is None else int(value)
 
 
 def largest_size(value: Any) -> int | None:
