@@ -68,7 +68,8 @@ def _compile(
     from fxoffload.compiler.planning import NotWorthItError
     from fxoffload.compiler.session import CompileSession
     from fxoffload.torch_private.aot_autograd import aot_config_patch
-    from fxoffload.torch_private.inductor import compile_fx, inductor_config
+    from fxoffload.torch_private.inductor import inductor_config
+    from fxoffload.torch_private.inductor_compiler import compile_fx
 
     patches = chosen.inductor_config()
     if chosen.inner == "aot_eager":

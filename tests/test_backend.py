@@ -137,7 +137,7 @@ def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
     def trace(*args: Any, **kwargs: Any) -> None:
         pytest.fail("AOTAutograd began to trace")
 
-    monkeypatch.setattr("fxoffload.torch_private.inductor.compile_fx", trace)
+    monkeypatch.setattr("fxoffload.torch_private.inductor_compiler.compile_fx", trace)
     monkeypatch.setattr("torch._functorch.aot_autograd.aot_module_simplified", trace)
 
 
@@ -185,7 +185,7 @@ def test_what_would_be_refused_is_what_would_have_traced(monkeypatch: pytest.Mon
         asked.append(1)
         return gm.forward
 
-    monkeypatch.setattr("fxoffload.torch_private.inductor.compile_fx", trace)
+    monkeypatch.setattr("fxoffload.torch_private.inductor_compiler.compile_fx", trace)
     compile_model()[1](example_input())
     assert asked == [1]
 
@@ -258,7 +258,7 @@ def test_disabled_is_plain_inductor(value: str, monkeypatch: pytest.MonkeyPatch)
         return gm.forward
 
     monkeypatch.setenv("FXOFFLOAD_DISABLE", value)
-    monkeypatch.setattr("fxoffload.torch_private.inductor.compile_fx", plain)
+    monkeypatch.setattr("fxoffload.torch_private.inductor_compiler.compile_fx", plain)
     model, compiled = compile_model(inner="inductor", inductor={"epilogue_fusion": False})
     assert_equal(gradients(model, compiled), eager())
     assert asked == [{"config_patches": {"epilogue_fusion": False}}]
@@ -690,7 +690,7 @@ def test_a_model_on_the_cpu_says_once_that_nothing_is_offloaded(
         asked.append(kwargs)
         return gm.forward
 
-    monkeypatch.setattr("fxoffload.torch_private.inductor.compile_fx", plain)
+    monkeypatch.setattr("fxoffload.torch_private.inductor_compiler.compile_fx", plain)
     for num_layers in (2, 3):
         model = make_model(num_layers)
         assert_equal(gradients(model, torch.compile(model, backend="fxoffload")), eager(num_layers))

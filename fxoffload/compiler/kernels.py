@@ -20,14 +20,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from fxoffload.torch_private.inductor import (
-    AsyncCompile,
-    CodeCacheFuture,
-    FxGraphCache,
-    TritonBundler,
-    needs_kernels_while_compiling,
-    replaced,
-)
+from fxoffload.torch_private.inductor import needs_kernels_while_compiling, replaced
+from fxoffload.torch_private.inductor_compiler import AsyncCompile, CodeCacheFuture, FxGraphCache, TritonBundler
 
 Failure = Callable[[Exception], Exception]
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch.fx as fx
 
 from fxoffload.torch_private.graphs import boxed_eager
-from fxoffload.torch_private.inductor import compile_fx_inner, inductor_config
+from fxoffload.torch_private.inductor import inductor_config
+from fxoffload.torch_private.inductor_compiler import compile_fx_inner
 
 
 def compile_plain(

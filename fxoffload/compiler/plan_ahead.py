@@ -390,7 +390,8 @@ def _backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[...,
     from fxoffload.compiler.planning import DRAWN_POINTS
     from fxoffload.compiler.session import CompileSession
     from fxoffload.torch_private.aot_autograd import aot_config_patch
-    from fxoffload.torch_private.inductor import compile_fx, inductor_config
+    from fxoffload.torch_private.inductor import inductor_config
+    from fxoffload.torch_private.inductor_compiler import compile_fx
 
     request = _request.get()
     options = request.options

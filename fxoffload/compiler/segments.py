@@ -27,12 +27,8 @@ from fxoffload.passes.cut_segments import is_submodule
 from fxoffload.passes.leave_out_zeros import LeaveOutZeros
 from fxoffload.torch_private.compile_context import Surroundings, segment_tracing_context
 from fxoffload.torch_private.graphs import boxed_eager, copy_graph, graph_module
-from fxoffload.torch_private.inductor import (
-    cached_with_sizes,
-    compile_fx_inner,
-    compiled_layouts,
-    inductor_config,
-)
+from fxoffload.torch_private.inductor import cached_with_sizes, compiled_layouts, inductor_config
+from fxoffload.torch_private.inductor_compiler import compile_fx_inner
 from fxoffload.torch_private.op_schemas import mutated_args
 from fxoffload.torch_private.symbolic_sizes import told_all_symbols
 

@@ -83,7 +83,7 @@ from fxoffload.step.readings import Phase
 from fxoffload.torch_private.aot_autograd import take_donated_placeholders
 from fxoffload.torch_private.dynamo_logging import logs_in_frame
 from fxoffload.torch_private.graphs import calls_graph, copy_graph
-from fxoffload.torch_private.inductor import CustomPartitionerFn
+from fxoffload.torch_private.inductor_compiler import CustomPartitionerFn
 from fxoffload.torch_private.partitioner import (
     default_partition,
     put_opaque_values_last,

@@ -1,44 +1,16 @@
-"""Private torch APIs of Inductor: its compiler, its cache and its configuration."""
+"""Private torch APIs of Inductor: its cache and its configuration. Its compiler is in ``inductor_compiler``."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch._inductor import config as inductor_config
 
 from fxoffload.torch_private.fake_tensors import with_strides
 from fxoffload.torch_private.symbolic_sizes import backed_sizes
-
-if TYPE_CHECKING:
-    from torch._inductor.async_compile import AsyncCompile as AsyncCompile
-    from torch._inductor.codecache import CodeCacheFuture as CodeCacheFuture
-    from torch._inductor.codecache import FxGraphCache as FxGraphCache
-    from torch._inductor.compile_fx import compile_fx as compile_fx
-    from torch._inductor.compile_fx import compile_fx_inner as compile_fx_inner
-    from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
-    from torch._inductor.triton_bundler import TritonBundler as TritonBundler
-
-# Imported when they are asked for: `import fxoffload` reads this file, and Inductor takes 0.7 s of CPU time to import.
-_OF_INDUCTOR = {
-    "AsyncCompile": "async_compile",
-    "CodeCacheFuture": "codecache",
-    "FxGraphCache": "codecache",
-    "GuardedCache": "codecache",
-    "compile_fx": "compile_fx",
-    "compile_fx_inner": "compile_fx",
-    "CustomPartitionerFn": "custom_graph_pass",
-    "TritonBundler": "triton_bundler",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _OF_INDUCTOR:
-        return getattr(importlib.import_module(f"torch._inductor.{_OF_INDUCTOR[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 @contextlib.contextmanager
@@ -71,10 +43,10 @@ def cached_with_sizes(inputs: Sequence[Any]) -> Iterator[None]:
         yield
         return
     from torch._dynamo.convert_frame import compile_lock
+    from torch._inductor.codecache import FxGraphCache, GuardedCache
 
-    cache, guarded = __getattr__("FxGraphCache"), __getattr__("GuardedCache")
-    mine, save_now = threading.get_ident(), cache._save_graph
-    known, sizes_now = [n.node.expr for n in sizes], vars(guarded)["_filter_backed_symints"]
+    mine, save_now = threading.get_ident(), FxGraphCache._save_graph
+    known, sizes_now = [n.node.expr for n in sizes], vars(GuardedCache)["_filter_backed_symints"]
 
     def sizes_of(of: Any, given: Sequence[Any]) -> list[Any]:
         return backed_sizes(given) if threading.get_ident() == mine else sizes_now.__func__(of, given)
@@ -83,13 +55,13 @@ def cached_with_sizes(inputs: Sequence[Any]) -> Iterator[None]:
         if threading.get_ident() != mine:
             save_now(*args)
         elif [n.node.expr for n in sizes] == known:
-            with compile_lock, replaced(guarded, "_filter_backed_symints", classmethod(sizes_of)):
+            with compile_lock, replaced(GuardedCache, "_filter_backed_symints", classmethod(sizes_of)):
                 save_now(*args)
 
     with (
         compile_lock,
-        replaced(cache, "_save_graph", staticmethod(save)),
-        replaced(guarded, "_filter_backed_symints", classmethod(sizes_of)),
+        replaced(FxGraphCache, "_save_graph", staticmethod(save)),
+        replaced(GuardedCache, "_filter_backed_symints", classmethod(sizes_of)),
     ):
         yield
 

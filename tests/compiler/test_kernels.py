@@ -16,7 +16,8 @@ from torch._inductor import config as inductor_config
 import fxoffload
 from fxoffload.compiler import kernels
 from fxoffload.errors import SegmentCompileError
-from fxoffload.torch_private.inductor import AsyncCompile, CodeCacheFuture, FxGraphCache, needs_kernels_while_compiling
+from fxoffload.torch_private.inductor import needs_kernels_while_compiling
+from fxoffload.torch_private.inductor_compiler import AsyncCompile, CodeCacheFuture, FxGraphCache
 from tests.capture import Tower, example_input
 
 OPTIONS: dict[str, Any] = {"policy": "offload_all", "device_types": ("cpu",), "min_bytes": 1, "inner": "inductor"}

@@ -19,7 +19,8 @@ from fxoffload.torch_private.autograd import (
 )
 from fxoffload.torch_private.dynamo_cache import without_learnt_sizes
 from fxoffload.torch_private.graphs import boxed, boxed_eager
-from fxoffload.torch_private.inductor import FxGraphCache, cached_with_sizes
+from fxoffload.torch_private.inductor import cached_with_sizes
+from fxoffload.torch_private.inductor_compiler import FxGraphCache
 from fxoffload.torch_private.op_schemas import aliased_args, mutated_args
 from fxoffload.torch_private.storages import StorageRef
 from fxoffload.torch_private.symbolic_sizes import hint, hints_at, symbols_of, told_all_symbols

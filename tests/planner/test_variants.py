@@ -27,7 +27,7 @@ from fxoffload.compiler.schedule_by_size import ScheduleBySize
 from fxoffload.compiler.size_variants import MAX_VARIANTS, VARIANTS, SizeVariants, largest_served
 from fxoffload.errors import BudgetError
 from fxoffload.planner import StorageInfo, TrainingStep
-from fxoffload.torch_private.inductor import FxGraphCache
+from fxoffload.torch_private.inductor_compiler import FxGraphCache
 from fxoffload.torch_private.symbolic_sizes import hints_at
 from tests.capture import Sketch, Tower, example_input
 from tests.planner.test_planning import Recorded, recorded, scenario, tower
