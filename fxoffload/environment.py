@@ -83,10 +83,7 @@ def phases_device_types() -> tuple[str, ...]:
 
 
 def measured_device_types() -> tuple[str, ...]:
-    """The device types that FXOFFLOAD_MEASURED_DEVICE_TYPES asks for; ``("cuda",)`` where it is not set.
-
-    Raises OptionsError (a ValueError) for an unknown one.
-    """
+    """The same, of FXOFFLOAD_MEASURED_DEVICE_TYPES."""
     return _device_types(MEASURED_DEVICE_TYPES_VARIABLE)
 
 

@@ -15,6 +15,7 @@ from fxoffload.errors import OptionsError
 from fxoffload.machine.shelf import load_profile
 from fxoffload.memory_budget import DEVICE_FRACTION, Lasting, lasting
 from fxoffload.plan_report.plan import Plan
+from fxoffload.planner.plan import Prediction
 from fxoffload.sizes import parse_budget, share_of
 
 OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer] | None] = {
@@ -140,20 +141,16 @@ def plan_config(
         "Inductor + checkpointing": found.checkpointing,
         "fxoffload": found.predicted,
     }
-    rows = tuple(
-        _row(name, p.step_ms, p.peak_without_gradients_bytes, p.peak_bytes, shared, ranks)
-        for name, p in predictions.items()
-        if p is not None
-    )
+    rows = tuple(_row(name, p, shared, ranks) for name, p in predictions.items() if p is not None)
     count = sum(p.numel() for p in model.parameters())
     words = f"{type(model).__name__}, {count / 1e9:.2f}e9 parameters, {batch} x {tokens} tokens"
     return Fit(words, shared, rows, found)
 
 
-def _row(name: str, ms: float, without: int, peak: int, shared: Lasting, ranks: int) -> FitRow:
+def _row(name: str, step: Prediction, shared: Lasting, ranks: int) -> FitRow:
     # One device has the gradients that its graph returns, where they are at the peak; ranks keep their parts of them.
-    adds = without + shared.gradients if ranks > 1 else peak
-    return FitRow(name, ms, adds, shared.parameters + shared.state + adds)
+    adds = step.peak_without_gradients_bytes + shared.gradients if ranks > 1 else step.peak_bytes
+    return FitRow(name, step.step_ms, adds, shared.parameters + shared.state + adds)
 
 
 def _check(value: str, known: Mapping[str, object], what: str) -> None:

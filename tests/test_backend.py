@@ -226,14 +226,13 @@ def test_without_them_inductor_is_as_it_is(quick_inductor: list[dict[str, Any]])
 
 @pytest.mark.slow
 def test_a_partitioner_of_the_users_still_partitions(quick_inductor: list[dict[str, Any]]) -> None:
+    from functorch.compile import min_cut_rematerialization_partition
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
     class Theirs(CustomPartitionerFn):
         def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
             asked.append(len(gm.graph.nodes))
-            from fxoffload.torch_private.partitioner import default_partition
-
-            return default_partition(gm, joint_inputs, **kwargs)
+            return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
 
         def uuid(self) -> str:
             return "theirs"

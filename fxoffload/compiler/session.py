@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+from functorch.compile import min_cut_rematerialization_partition
 
 from fxoffload import tell
 from fxoffload.analysis.recompute_rules import OFFLOADED
@@ -85,7 +86,6 @@ from fxoffload.torch_private.dynamo_logging import logs_in_frame
 from fxoffload.torch_private.graphs import calls_graph, copy_graph
 from fxoffload.torch_private.inductor_compiler import CustomPartitionerFn
 from fxoffload.torch_private.partitioner import (
-    default_partition,
     put_opaque_values_last,
     tags_decide,
     take_partitioner_choices,
@@ -190,7 +190,7 @@ class CompileSession:
 
     def partitioner(self, base: Callable[..., Any] | None = None) -> Partitioner:
         """Inductor calls it to partition the joint graph; ``base`` does the work (AOTAutograd's min-cut)."""
-        return Partitioner(self, base or default_partition)
+        return Partitioner(self, base or min_cut_rematerialization_partition)
 
     def partition(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], base: Callable[..., Any], kwargs: GraphKwargs

@@ -13,8 +13,9 @@ import json
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,8 @@ class OpTimes:
         reasons: why others have no time -> how many.
     """
 
-    ms: Mapping[str, float] = field(default_factory=dict)
-    reasons: Mapping[str, int] = field(default_factory=dict)
+    ms: Mapping[str, float]
+    reasons: Mapping[str, int]
 
 
 # Answers that this process has got: a later question gets the same.
@@ -69,10 +70,7 @@ def times_of(identity: Identity, keys: Iterable[str], measure: Callable[[list[st
     if missing:
         known.update(_shared(identity, missing, measure))
     ms = {k: found for k in wanted if isinstance(found := known.get(k), float)}
-    reasons: dict[str, int] = {}
-    for key in missing:
-        if isinstance(found := known.get(key), str):
-            reasons[found] = reasons.get(found, 0) + 1
+    reasons = Counter(reason for k in missing if isinstance(reason := known.get(k), str))
     return OpTimes(ms, reasons)
 
 

@@ -12,19 +12,6 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.graph import _BoxedCodeGen
 
 
-def copy_of(graph: fx.Graph) -> fx.Graph:
-    """``copy.deepcopy(graph)``, but for the codegen: to copy its tree specs takes time and warns of their class.
-
-    Needed by torch 2.11 to 2.14: ``fx.Graph._tracer_cls`` and ``_codegen``.
-    """
-    copied, values = fx.Graph(tracer_cls=graph._tracer_cls), {}
-    result = copied.graph_copy(graph, values)
-    copied._codegen = copy.copy(graph._codegen)
-    before = graph.output_node()
-    copied.output(result, before.type).meta = dict(before.meta)
-    return copied
-
-
 def graph_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
     """A graph module whose code is generated at its first call.
 
@@ -40,9 +27,14 @@ def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
     """The same code over the same attributes, as a graph of its own, and so are graphs that it runs (of higher-order
     ops): Inductor changes those too. Node metadata is shared value by value.
 
-    Needed by torch 2.11 to 2.14: as ``graph_module``.
+    Needed by torch 2.11 to 2.14: ``fx.Graph._tracer_cls`` and ``_codegen``; as ``graph_module``.
     """
-    copied = graph_module(gm, copy_of(gm.graph))
+    # ``copy.deepcopy(graph)`` copies the codegen's tree specs too, which takes time and warns of their class.
+    graph = fx.Graph(tracer_cls=gm.graph._tracer_cls)
+    result, before = graph.graph_copy(gm.graph, {}), gm.graph.output_node()
+    graph._codegen = copy.copy(gm.graph._codegen)
+    graph.output(result, before.type).meta = dict(before.meta)
+    copied = graph_module(gm, graph)
     copied.meta = dict(gm.meta)
     for name, child in list(copied.named_modules(remove_duplicate=False)):
         if name and isinstance(child, fx.GraphModule):

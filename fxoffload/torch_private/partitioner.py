@@ -10,17 +10,6 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-
-def default_partition(gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """AOTAutograd's min-cut partitioner, as Inductor calls it.
-
-    Needed by torch 2.11 to 2.14: ``functorch.compile.min_cut_rematerialization_partition``.
-    """
-    from functorch.compile import min_cut_rematerialization_partition
-
-    return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
-
-
 # By these settings of functorch the partitioner chooses by itself; at these values it only follows tags, or chooses as
 # plans expect.
 _TAGS_DECIDE: dict[str, Any] = {

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.fx as fx
 import torch.nn.functional as F
+from functorch.compile import min_cut_rematerialization_partition
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ from fxoffload.analysis.values import output_values
 from fxoffload.compiler import session
 from fxoffload.passes.annotate_layers import AnnotateLayers
 from fxoffload.passes.tag_recompute import TagRecompute
-from fxoffload.torch_private.partitioner import default_partition, is_rng_state
+from fxoffload.torch_private.partitioner import is_rng_state
 from tests import support
 from tests.capture import WIDTH, Block, Captured, Sketch, Tower, capture, example_input
 from tests.marks import examples, slow
@@ -91,11 +92,11 @@ def step(model: nn.Module, x: Tensor, choose: Choice | None) -> Step:
         classes.extend(find(gm))
         if choose is not None:
             TagRecompute({label: choose(c, label) for c in classes for label in c.layers})(gm)
-        return default_partition(gm, inputs, **kwargs)
+        return min_cut_rematerialization_partition(gm, inputs, **kwargs)
 
     model.zero_grad()
     torch.manual_seed(3)
-    with mock.patch.object(session, "default_partition", partition):
+    with mock.patch.object(session, "min_cut_rematerialization_partition", partition):
         captured = capture(model, x, recompute="default", policy="keep_all")
     observed = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     return Step(
