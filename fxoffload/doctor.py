@@ -6,7 +6,7 @@ import importlib.util
 import os
 import platform
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
@@ -60,15 +60,12 @@ def examine() -> list[Finding]:
     """Everything, in the order in which it matters. Starts a CUDA context where there is a GPU; takes seconds."""
     found: list[Finding] = []
     for look in (_software, _devices, _compiler, _profile, _pinned_memory, _nodes, _allocator, _variables):
-        found += _safely(look)
+        try:
+            found += list(look())
+        except Exception as error:  # one that fails must not hide the others
+            subject = look.__name__.strip("_").replace("_", " ")
+            found.append(Finding(subject, "?", f"could not be looked at: {in_brief(error)}"))
     return found
-
-
-def _safely(look: Callable[[], Iterator[Finding]]) -> list[Finding]:
-    try:
-        return list(look())
-    except Exception as error:  # one that fails must not hide the others
-        return [Finding(look.__name__.strip("_").replace("_", " "), "?", f"could not be looked at: {in_brief(error)}")]
 
 
 def _software() -> Iterator[Finding]:

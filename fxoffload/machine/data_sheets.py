@@ -97,14 +97,14 @@ A100_40 = replace(A100, device_name="NVIDIA A100-SXM4-40GB", memory_gib=40, memo
 SHEETS: Mapping[str, DataSheet] = {"a100": A100, "a100-40gb": A100_40, "b200": B200, "gh200": GH200}
 
 
-def profile_from(sheet: DataSheet, measured: MachineProfile, reference: DataSheet = H200) -> MachineProfile:
-    """The profile of the GPU of ``sheet``, from a ``measured`` one of the GPU of ``reference``."""
+def profile_from(sheet: DataSheet, measured: MachineProfile) -> MachineProfile:
+    """The profile of the GPU of ``sheet``, from a ``measured`` one of an H200."""
     copies = {
-        name: _scaled(getattr(measured, name), _copy_ratio(sheet.link, reference.link, getattr(measured, name), i))
+        name: _scaled(getattr(measured, name), _copy_ratio(sheet.link, getattr(measured, name), i))
         for i, name in enumerate(("d2h", "h2d", "duplex_d2h", "duplex_h2d"))
     }
     tables = {
-        name: _rates(getattr(measured, name), sheet, reference)
+        name: _rates(getattr(measured, name), sheet)
         for name in ("matmul_tflop_per_s", "attention_forward_tflop_per_s", "attention_backward_tflop_per_s")
     }
     return replace(
@@ -112,8 +112,8 @@ def profile_from(sheet: DataSheet, measured: MachineProfile, reference: DataShee
         device_name=sheet.device_name,
         driver=DATA_SHEET,
         torch_version=DATA_SHEET,
-        device_memory_bytes=int(measured.device_memory_bytes * sheet.memory_gib / reference.memory_gib),
-        memory_gb_per_s=measured.memory_gb_per_s * sheet.memory_gb_per_s / reference.memory_gb_per_s,
+        device_memory_bytes=int(measured.device_memory_bytes * sheet.memory_gib / H200.memory_gib),
+        memory_gb_per_s=measured.memory_gb_per_s * sheet.memory_gb_per_s / H200.memory_gb_per_s,
         source=DATA_SHEET,
         notes=f"From a data sheet, not measured: the rates of {measured.device_name} times the ratio of the peaks. "
         f"Link: {sheet.link.name}.",
@@ -123,21 +123,21 @@ def profile_from(sheet: DataSheet, measured: MachineProfile, reference: DataShee
     )
 
 
-def _rates(measured: Mapping[str, float], sheet: DataSheet, reference: DataSheet) -> dict[str, float]:
+def _rates(measured: Mapping[str, float], sheet: DataSheet) -> dict[str, float]:
     """Of a table of TFLOP/s by dtype; "bfloat16 grouped" is a bfloat16."""
     found: dict[str, float] = {}
     for name, rate in measured.items():
         peak = name if name in ("float32", "tf32", "float8") else "half"
-        here, there = getattr(sheet, peak), getattr(reference, peak)
+        here, there = getattr(sheet, peak), getattr(H200, peak)
         if here and there:
             found[name] = rate * here / there
     return found
 
 
-def _copy_ratio(link: SheetLink, reference: SheetLink, curve: CopyCurve, which: int) -> float:
+def _copy_ratio(link: SheetLink, curve: CopyCurve, which: int) -> float:
     """How many times as fast large copies are as those of the measured ``curve``."""
     if link.reached is None:
-        return link.peak_gb_per_s / reference.peak_gb_per_s
+        return link.peak_gb_per_s / H200.link.peak_gb_per_s
     return link.peak_gb_per_s * link.reached[which] / curve.gb_per_s()[-1]
 
 

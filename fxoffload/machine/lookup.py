@@ -46,17 +46,16 @@ def profile(device: torch.device | str | None = None, *, refresh: bool = False) 
         OptionsError: a ValueError; FXOFFLOAD_PROFILE names no profile.
         UnsupportedError: a NotImplementedError; the device is neither CUDA nor CPU.
     """
+    if not refresh:
+        return profile_for(device, allow_measure=True)
     named = _named_profile(device)
     if named is not None:
-        if refresh:
-            warn(f"refresh has no effect: {PROFILE_VARIABLE} is set; unset it to measure")
+        warn(f"refresh has no effect: {PROFILE_VARIABLE} is set; unset it to measure")
         return named
     target = resolve(device)
     identity = identify(target)
-    if refresh:
-        op_times.forget(identity)
-    found = None if refresh else cache.load(identity)
-    return found if found is not None else _measure_once(target, identity, refresh=refresh)
+    op_times.forget(identity)
+    return _measure_once(target, identity, refresh=True)
 
 
 def profile_for(device: torch.device | str | None, allow_measure: bool) -> MachineProfile:
