@@ -64,8 +64,6 @@ class CutSegments:
         single: a graph without layers is one layer that was compiled on its own: cut it where it moves that much.
     """
 
-    name = "cut_segments"
-
     def __init__(
         self,
         *,

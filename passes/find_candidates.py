@@ -96,8 +96,6 @@ class FindCandidates:
         device: the device that values may leave.
     """
 
-    name = "find_candidates"
-
     def __init__(
         self, *, num_user_outputs: int, static_inputs: Collection[int], min_bytes: int, device: torch.device
     ) -> None:

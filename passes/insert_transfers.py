@@ -109,8 +109,6 @@ def _attribute(gm: fx.GraphModule, path: str) -> Any:
 class InsertOffloads:
     """The forward half. ``modules`` maps segment names to the modules that the outer graph calls."""
 
-    name = "insert_offloads"
-
     def __init__(
         self, segmentation: Segmentation, candidates: Sequence[Candidate], modules: Mapping[str, torch.nn.Module]
     ) -> None:
@@ -172,8 +170,6 @@ class InsertReloads:
         donatable: names of the placeholders that belong to this backward alone.
         modules: segment names -> modules that the outer graph calls.
     """
-
-    name = "insert_reloads"
 
     def __init__(
         self,

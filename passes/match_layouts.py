@@ -32,8 +32,6 @@ _LEAST_BYTES = 1 << 20
 class MatchLayouts:
     """See the module docstring."""
 
-    name = "match_layouts"
-
     def __call__(self, gm: fx.GraphModule) -> int:
         """Returns how many values are read as contiguous copies now."""
         behind = behind_tangents(gm.graph)

@@ -41,8 +41,6 @@ class Rematerialize:
         moved: see ``CutSegments``.
     """
 
-    name = "rematerialize"
-
     def __init__(self, segmentation: Segmentation, *, moved: Mapping[str, int] | None = None) -> None:
         self.segmentation = segmentation
         self.moved = moved or {}

@@ -30,8 +30,6 @@ _LEAST_BYTES = 1 << 20
 class ShrinkConstants:
     """See the module docstring."""
 
-    name = "shrink_constants"
-
     def __call__(self, gm: fx.GraphModule) -> int:
         """Returns how many constants were shrunk."""
         constants = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.full.default)

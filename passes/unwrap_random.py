@@ -34,8 +34,6 @@ class UnwrapRandom:
         joint: that the graphs were partitioned from, after it was.
     """
 
-    name = "unwrap_random"
-
     def __init__(self, joint: fx.GraphModule) -> None:
         self._originals: dict[Hashable, list[fx.Node]] = defaultdict(list)
         for node in (n for n in joint.graph.nodes if n.op == "call_function"):

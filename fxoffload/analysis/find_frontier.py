@@ -119,8 +119,6 @@ class FindFrontier:
         max_points: bound of the points of one class.
     """
 
-    name = "find_frontier"
-
     def __init__(
         self,
         rates: Rates,
