@@ -35,7 +35,7 @@ import torch.fx as fx
 from fxoffload.analysis.estimate_costs import Rates, estimate_segment
 from fxoffload.analysis.layer_classes import Joint, Layer, layout_bytes
 from fxoffload.analysis.min_cut import SINK, SOURCE, Network
-from fxoffload.analysis.op_costs import fused_form, node_kind, tensors_of
+from fxoffload.analysis.op_costs import fused_form, runs_alone, tensors_of
 from fxoffload.analysis.recompute_rules import OFFLOADED, RECOMPUTED, SAVED, may_recompute, overwritten_inputs
 
 # Prices are whole numbers: femtoseconds, and thousandths of a byte (a value that three layers read costs each a third).
@@ -116,7 +116,6 @@ class FindFrontier:
     Args:
         num_forward_outputs: leading outputs of the joint graph that are the forward's.
         static_inputs: indices of the placeholders that are parameters or buffers.
-        max_points: bound of the points of one class.
     """
 
     def __init__(
@@ -125,12 +124,10 @@ class FindFrontier:
         *,
         num_forward_outputs: int | None = None,
         static_inputs: Collection[int] = (),
-        max_points: int = 24,
     ) -> None:
         self.rates = rates
         self.num_forward_outputs = num_forward_outputs
         self.static_inputs = frozenset(static_inputs)
-        self.max_points = max_points
 
     def __call__(self, gm: fx.GraphModule) -> tuple[LayerClass, ...]:
         joint = Joint(gm, self.num_forward_outputs, self.static_inputs)
@@ -142,7 +139,7 @@ class FindFrontier:
 
     def _solve(self, joint: Joint, layers: list[Layer], overwritten: set[fx.Node]) -> LayerClass:
         problem = _Problem(joint, layers[0], self.rates, overwritten)
-        points = [problem.point(cut.behind) for cut in problem.network.best_cuts(self.max_points)]
+        points = [problem.point(cut.behind) for cut in problem.network.best_cuts()]
         return LayerClass(
             layers=tuple(layer.label for layer in layers),
             points=_undominated(points),
@@ -205,7 +202,7 @@ class _Problem:
             if self._is_saved(op):
                 self.network.edge(SOURCE, self._op[op])
             else:
-                dearer = 1.0 if _is_fused(op) else 1.0 + _TIE_BREAK * i / len(ops)
+                dearer = 1.0 + _TIE_BREAK * i / len(ops) if runs_alone(op) else 1.0
                 price = max(1, round(self._op_ms(op) * dearer * _PER_MS))
                 self.network.edge(SOURCE, self._op[op], (price, 0))
         for base in (n for n in self._own if not self._joint.is_view(n) and tensors_of(n)):
@@ -245,7 +242,7 @@ class _Problem:
 
     def _op_ms(self, op: fx.Node) -> float:
         """Time to recompute ``op``. A fused op costs only the bytes that it writes or reduces."""
-        if not _is_fused(op):
+        if runs_alone(op):
             return estimate_segment([op], self._rates)
         written = self._rates.memory_ms(layout_bytes(op))
         if fused_form(op) == "reduction":
@@ -255,7 +252,7 @@ class _Problem:
     def _save_ms(self, base: fx.Node) -> float:
         """Time to write a value only because it is saved."""
         joint = self._joint
-        if not _is_fused(joint.maker(base)) or fused_form(base) == "reduction" or joint.leaves(base, self._layer):
+        if runs_alone(joint.maker(base)) or fused_form(base) == "reduction" or joint.leaves(base, self._layer):
             return 0.0
         return 0.0 if self._is_written(base, joint.forward) else self._rates.memory_ms(layout_bytes(base))
 
@@ -263,7 +260,7 @@ class _Problem:
         """Whether a kernel of its own reads ``node`` (of ``within``, if given), so that fusion does not spare writing
         it."""
         users = [u for u in self._joint.users(node) if within is None or u in within]
-        return any(self._is_written(u, within) if self._joint.is_view(u) else not _is_fused(u) for u in users)
+        return any(self._is_written(u, within) if self._joint.is_view(u) else runs_alone(u) for u in users)
 
     # -- the meaning of a cut ------------------------------------------------------------------------------------------
 
@@ -375,11 +372,6 @@ class _Problem:
         """Whether a value that is recomputed for ``readers`` is written to memory."""
         if not isinstance(node.meta.get("val"), torch.Tensor):
             return False
-        if not _is_fused(self._joint.maker(node)) or fused_form(node) == "reduction":
+        if runs_alone(self._joint.maker(node)) or fused_form(node) == "reduction":
             return True
         return self._is_written(node, readers)
-
-
-def _is_fused(node: fx.Node) -> bool:
-    """Whether ``node`` runs inside another op's kernel, or not at all."""
-    return node_kind(node) in ("fused", "view")

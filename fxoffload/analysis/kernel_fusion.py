@@ -40,6 +40,7 @@ from fxoffload.analysis.op_costs import (
     numel_of,
     op_name,
     reduced_dims,
+    runs_alone,
     shape_of,
     source_of,
     tensors_of,
@@ -71,23 +72,6 @@ class Access:
     steps: tuple[fx.Node, ...]
     alone: bool
     reads_parts: bool = False
-
-
-@dataclass(frozen=True, eq=False)
-class Traffic:
-    """Bytes that one kernel moves.
-
-    Attributes:
-        node: of a kernel of its own, the op; None: it is fused.
-        read_bytes: of values that it reads and does not make itself.
-        written_bytes: of its results.
-        overwritten_bytes: of values that existed before and that it modifies; of a fused one, part of its results.
-    """
-
-    node: fx.Node | None
-    read_bytes: int
-    written_bytes: int
-    overwritten_bytes: int = 0
 
 
 # Written value -> its reads (of itself, or of views of it) -> bytes.
@@ -184,14 +168,15 @@ class Fusion:
             found.append(Access(tuple(results), read, tuple(kernel.members), False, reads_parts))
         return found
 
-    def traffic(self) -> Iterator[Traffic]:
-        """The bytes that each kernel moves, in no particular order."""
+    def traffic(self) -> Iterator[tuple[fx.Node | None, int]]:
+        """Of each kernel, in no particular order, the bytes that it moves: of values that it reads and does not make
+        itself, of its results, and of values that existed before and that it modifies (of a fused one, part of its
+        results). Before them, of a kernel of its own, the op; None: it is fused."""
         for node, reads in self._alone.items():
             overwritten = sum(self._bytes(v) for v in mutated_args(node))
-            yield Traffic(node, self._read_bytes(reads), self._bytes(node), overwritten)
+            yield node, self._read_bytes(reads) + self._bytes(node) + overwritten
         for kernel, results in self._fused():
-            read_bytes = self._read_bytes(self._read_from_memory(kernel))
-            yield Traffic(None, read_bytes, sum(self._bytes(m) for m in results))
+            yield None, self._read_bytes(self._read_from_memory(kernel)) + sum(self._bytes(m) for m in results)
 
     def _fused(self) -> list[tuple[_Kernel, list[fx.Node]]]:
         """The fused kernels, and which of their members they write."""
@@ -365,7 +350,7 @@ class Fusion:
 
 
 def _is_barrier(node: fx.Node) -> bool:
-    return node_kind(node) not in ("fused", "view") and not is_wait(node)
+    return runs_alone(node) and not is_wait(node)
 
 
 def _inputs(node: fx.Node) -> list[fx.Node]:

@@ -17,7 +17,7 @@ import torch.fx as fx
 
 from fxoffload.analysis.argument_key import argument_key, cost_arguments
 from fxoffload.analysis.labels import LAYER_KEY
-from fxoffload.analysis.op_costs import op_name, tensors_of
+from fxoffload.analysis.op_costs import UNDECLARED_VIEWS, op_name, tensors_of
 from fxoffload.analysis.values import extent_bytes
 from fxoffload.torch_private.op_schemas import OpOverload, aliased_args, mutated_args
 from fxoffload.torch_private.pytree import tree_leaves
@@ -25,8 +25,6 @@ from fxoffload.torch_private.symbolic_sizes import hint
 
 # The label of a graph that has no labels: it is one layer.
 WHOLE_GRAPH = ""
-
-_VIEWS = {"aten._unsafe_view", "aten._reshape_alias"}  # views that their schemas do not call so
 
 
 def behind_tangents(graph: fx.Graph) -> set[fx.Node]:
@@ -76,10 +74,6 @@ class Layer:
     place: dict[fx.Node, int]
     outside: list[fx.Node]
     key: tuple[Any, ...] = ()
-
-    def at(self, position: int) -> fx.Node:
-        """The node at a position."""
-        return self.nodes[position] if position >= 0 else self.outside[-1 - position]
 
 
 @dataclass
@@ -220,7 +214,7 @@ class Joint:
             return (
                 source if isinstance(source.meta.get("val"), torch.Tensor) or self._base[source] is not source else None
             )
-        if op_name(node.target) in _VIEWS:
+        if op_name(node.target) in UNDECLARED_VIEWS:
             return node.all_input_nodes[0]
         sources = aliased_args(node)
         return sources[0] if sources and not mutated_args(node) else None
