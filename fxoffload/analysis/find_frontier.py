@@ -145,7 +145,7 @@ class FindFrontier:
             points=_undominated(points),
             must_offload=problem.must_offload,
             names={layer.label: tuple(n.name for n in layer.nodes) for layer in layers},
-            outside_names={layer.label: tuple(joint.base(v).name for v in layer.outside) for layer in layers},
+            outside_names={layer.label: tuple(joint.base[v].name for v in layer.outside) for layer in layers},
         )
 
 
@@ -183,7 +183,7 @@ class _Problem:
     def _add_outside(self) -> None:
         joint, layer = self._joint, self._layer
         self._read_from_outside: list[fx.Node] = []
-        for base in dict.fromkeys(joint.base(v) for v in layer.outside):
+        for base in dict.fromkeys(joint.base[v] for v in layer.outside):
             if layer.place.get(base, -1) >= 0 or not joint.costs_memory(base):
                 continue
             price = layout_bytes(base) * _PER_BYTE // joint.num_reading[base]
@@ -213,12 +213,12 @@ class _Problem:
                 price = (round(self._save_ms(base) * _PER_MS), layout_bytes(base) * _PER_BYTE) if savable else None
                 self.network.edge(self._op[op], self._value[base], price)
         for op in ops:
-            for value in self._joint.inputs(op):
+            for value in self._joint.inputs[op]:
                 self._needs(value, self._op[op])
 
     def _needs(self, node: fx.Node, reader: int) -> None:
         """``reader`` on the sink's side wants the memory that ``node`` shows there too."""
-        base = self._joint.base(node)
+        base = self._joint.base[node]
         if base in self._value:
             self.network.edge(self._value[base], reader)
         elif base in self._op:  # all items of an op at once
@@ -234,7 +234,7 @@ class _Problem:
         """Whether ``op`` must not run again."""
         values = [
             op,
-            *(u for u in self._joint.users(op) if not self._joint.is_view(u) and u.target is operator.getitem),
+            *(u for u in self._joint.users[op] if not self._joint.is_view(u) and u.target is operator.getitem),
         ]
         if op.meta.get("recompute") in SAVED or any(self._joint.leaves(v, self._layer) for v in values):
             return True
@@ -246,7 +246,7 @@ class _Problem:
             return estimate_segment([op], self._rates)
         written = self._rates.memory_ms(layout_bytes(op))
         if fused_form(op) == "reduction":
-            return written + self._rates.memory_ms(sum(layout_bytes(i) for i in self._joint.inputs(op)))
+            return written + self._rates.memory_ms(sum(layout_bytes(i) for i in self._joint.inputs[op]))
         return written if self._is_written(op) else _IN_REGISTERS * written
 
     def _save_ms(self, base: fx.Node) -> float:
@@ -259,7 +259,7 @@ class _Problem:
     def _is_written(self, node: fx.Node, within: Collection[fx.Node] | None = None) -> bool:
         """Whether a kernel of its own reads ``node`` (of ``within``, if given), so that fusion does not spare writing
         it."""
-        users = [u for u in self._joint.users(node) if within is None or u in within]
+        users = [u for u in self._joint.users[node] if within is None or u in within]
         return any(self._is_written(u, within) if self._joint.is_view(u) else runs_alone(u) for u in users)
 
     # -- the meaning of a cut ------------------------------------------------------------------------------------------
@@ -279,8 +279,8 @@ class _Problem:
                 saved[node] = None
             elif own:
                 computed.add(node)
-                wanted += joint.inputs(node)
-            elif (base := joint.base(node)) in self._value:
+                wanted += joint.inputs[node]
+            elif (base := joint.base[node]) in self._value:
                 saved[base] = None
         return RecomputePoint(
             frozenset(place[n] for n in computed),
@@ -291,7 +291,7 @@ class _Problem:
 
     def _saved_storages(self, saved: Collection[fx.Node]) -> list[SavedStorage]:
         place = self._layer.place
-        outside = {self._joint.base(v): -1 - k for k, v in reversed(list(enumerate(self._layer.outside)))}
+        outside = {self._joint.base[v]: -1 - k for k, v in reversed(list(enumerate(self._layer.outside)))}
         found = []
         for base in saved:
             own = place.get(base, -1) >= 0
@@ -304,7 +304,7 @@ class _Problem:
         """Time of the layer's forward, writes of ``saved`` values included."""
         joint, place = self._joint, self._layer.place
         nodes = [n for n in self._own if n in joint.forward]
-        leaving = [n for n in nodes if any(place.get(u, -1) < 0 for u in joint.users(n) if u in joint.forward)]
+        leaving = [n for n in nodes if any(place.get(u, -1) < 0 for u in joint.users[n] if u in joint.forward)]
         returned = [n for n in nodes if n in joint.returned]
         return self._ms(nodes, [*leaving, *returned, *(n for n in saved if place.get(n, -1) >= 0)])
 
@@ -313,7 +313,7 @@ class _Problem:
         joint = self._joint
         ops = [n for n in self._sorted({*joint.backward[self._layer.label], *self._all_readers}) if n.op != "output"]
         inside = {*computed, *ops}
-        leaving = [n for n in ops if n in joint.returned or not inside.issuperset(joint.users(n))]
+        leaving = [n for n in ops if n in joint.returned or not inside.issuperset(joint.users[n])]
         return self._ms([*self._sorted(computed), *ops], leaving)
 
     def _ms(self, nodes: Sequence[fx.Node], returned: Sequence[fx.Node]) -> float:
@@ -322,7 +322,7 @@ class _Problem:
         copies: dict[fx.Node, fx.Node] = {}
 
         def place(node: fx.Node) -> fx.Node:
-            node = self._joint.merged(node)
+            node = self._joint.merged[node]
             if node not in copies:
                 copies[node] = graph.placeholder(node.name)
                 copies[node].meta = node.meta
@@ -345,11 +345,11 @@ class _Problem:
         for reader in self._sorted(self._all_readers):
             cone, found = [reader], {reader}
             for node in cone:
-                fresh = [i for i in joint.inputs(node) if i in inside and i not in schedule and i not in found]
+                fresh = [i for i in joint.inputs[node] if i in inside and i not in schedule and i not in found]
                 found.update(fresh)
                 cone += fresh
             schedule |= dict.fromkeys(self._sorted(found))
-        last = {joint.base(i): node for node in schedule for i in joint.inputs(node)}
+        last = {joint.base[i]: node for node in schedule for i in joint.inputs[node]}
         dying: dict[fx.Node, list[fx.Node]] = defaultdict(list)
         for base, node in last.items():
             dying[node].append(base)

@@ -429,9 +429,9 @@ def every_choice(gm: fx.GraphModule, problem: find_frontier._Problem, joint: Joi
         wanted, seen, saved = list(problem._readers), set(), set()
         wanted += [v for v in joint.layers[WHOLE_GRAPH].outside if joint.backward_readers_of_outside(v, problem._layer)]
         while wanted:
-            node = joint.base(wanted.pop())
+            node = joint.base[wanted.pop()]
             if node in again and node not in seen:
-                wanted += joint.inputs(node)
+                wanted += joint.inputs[node]
             seen.add(node)
             if node not in again and node.name != "w":
                 saved.add(node)
