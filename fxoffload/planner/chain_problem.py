@@ -108,7 +108,7 @@ class _Layout:
             return at
         call = bisect_right(self._chain.forward, at) - 1
         offset, count = at - self._chain.forward[call], self._chain.sizes[call][0]
-        return self._onto.forward[call] + _up(offset * self._onto.sizes[call][0], count)
+        return self._onto.forward[call] - (-offset * self._onto.sizes[call][0] // count)
 
     def _needed(self, at: int) -> int:
         """The beginning of a backward segment."""
@@ -124,7 +124,7 @@ class _Layout:
         if call < 0:
             return len(self._onto.step.backward)
         size = self._onto.sizes[call][1]
-        return self._onto.backward[call] + (size if offset >= count else _up((offset + 1) * size, count) - 1)
+        return self._onto.backward[call] + (size if offset >= count else -(-(offset + 1) * size // count) - 1)
 
     def _backward(self, at: int) -> tuple[int, int, int]:
         """Call, offset in it, and how many segments it has; the entry of the next call follows them. Call -1: the
@@ -133,8 +133,3 @@ class _Layout:
             return -1, 0, 1
         first, call = self._backwards[bisect_right(self._backwards, (at, len(self._backwards))) - 1]
         return call, at - first, self._chain.sizes[call][1]
-
-
-def _up(a: int, b: int) -> int:
-    """``a / b``, rounded up."""
-    return -(-a // b)
