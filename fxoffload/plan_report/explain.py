@@ -116,7 +116,7 @@ def _summary(facts: StepFacts) -> Lines:
 
 def _of_plan(plan: Plan, graphs: list[GraphFacts]) -> list[Block]:
     lines = [describe(plan), plan.summary, basis(plan)]
-    if not any(d.action in ("offload", "recompute") for d in plan.decisions):
+    if not _changes_any(plan.decisions):
         lines.append("it keeps everything, as plain Inductor does")
     lines += [f"it {text}" for graph in graphs for text in _of_returns(graph)]
     lines += [f"it keeps everything: {graph.keeps}" for graph in graphs if graph.keeps]
@@ -174,11 +174,10 @@ def _of_module(facts: StepFacts, module: str) -> Explanation:
     blocks: list[Block] = []
     for plan, some in found:
         layers = {layer for d in some for layer in d.layers}
-        blocks += [
-            Lines((f"{module} in {describe(plan)}",)),
-            decisions(plan, some),
-            Lines((totals(plan, some), *_waits_of(plan, layers), *_reasons(some))),
-        ]
+        lines = [totals(plan, some), *_waits_of(plan, layers)]
+        if not _changes_any(some):
+            lines.append("nothing of it moves or is recomputed")
+        blocks += [Lines((f"{module} in {describe(plan)}",)), decisions(plan, some), Lines(tuple(lines))]
     return Explanation((), tuple(blocks))
 
 
@@ -192,6 +191,5 @@ def _waits_of(plan: Plan, layers: Iterable[str]) -> Iterator[str]:
         yield f"in its layers compute waits {ms:.2g} of {exposed.step_ms:.1f} ms for copies ({exposed.source})"
 
 
-def _reasons(some: Iterable[Decision]) -> Iterator[str]:
-    if not any(d.action in ("offload", "recompute") for d in some):
-        yield "nothing of it moves or is recomputed"
+def _changes_any(some: Iterable[Decision]) -> bool:
+    return any(d.action in ("offload", "recompute") for d in some)
