@@ -52,13 +52,12 @@ class SavedStorage:
     """One storage that a layer saves.
 
     Attributes:
-        name: of the value in the representative layer.
-        position: of the value; see ``LayerClass.name_at``. -1 - k: it comes from outside the layer.
+        position: of the value in the representative layer; see ``LayerClass.name_at``. -1 - k: it comes from outside
+            the layer.
         nbytes: all of it.
         num_layers: how many layers take it from outside (1 for a layer's own): it takes memory once.
     """
 
-    name: str
     position: int
     nbytes: int
     num_layers: int = 1
@@ -297,7 +296,7 @@ class _Problem:
             own = place.get(base, -1) >= 0
             position = place[base] if own else outside[base]
             num_layers = 1 if own else self._joint.num_reading[base]
-            found.append(SavedStorage(base.name, position, layout_bytes(base), num_layers))
+            found.append(SavedStorage(position, layout_bytes(base), num_layers))
         return sorted(found, key=lambda s: s.position)
 
     def _forward_ms(self, saved: Collection[fx.Node]) -> float:
