@@ -17,6 +17,7 @@ from fxoffload.planner.chain import Chain
 from fxoffload.planner.formulate import other_bytes, problem_of, storages_of
 from fxoffload.planner.problem import LayerVariant, Problem, ProblemLayer, ProblemStorage
 from fxoffload.planner.rates import ProfileRates
+from fxoffload.step.readings import PHASES
 
 
 def chain_problem(
@@ -78,10 +79,7 @@ class _Layout:
     @staticmethod
     def _ms(chain: Chain, call: int) -> float:
         """Time of the call's segments, both ways."""
-        forward, backward = chain.sizes[call]
-        down, up = chain.forward[call] + 1, chain.backward[call]
-        segments = (*chain.step.forward[down : down + forward], *chain.step.backward[up : up + backward])
-        return sum(s.ms for s in segments)
+        return sum(s.ms for phase in PHASES for s in chain.segments_of_calls(phase)[call])
 
     def _most_bytes(self, call: int, onto: int) -> int:
         """The most that is no candidate in the segments that a place of the first layout stands for."""
