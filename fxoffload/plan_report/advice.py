@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from fxoffload.plan_report.exposed import Exposed, in_ms, places_of
 from fxoffload.plan_report.facts import GraphFacts, StepFacts
 from fxoffload.plan_report.plan import Plan
-from fxoffload.plan_report.table import describe_mask
+from fxoffload.plan_report.table import counted, describe_mask
 from fxoffload.sizes import format_bytes
 
 # Waits below this part of a step, and differences below this part of a prediction, are not worth a word.
@@ -165,9 +165,9 @@ def on_counters(facts: StepFacts) -> Iterator[str]:
     """Calls and bytes that were left out since the last ``reset_stats``, by reason."""
     stats = facts.stats
     for reason, count in stats.calls_uncompiled.items():
-        yield f"{_calls(count)} ran uncompiled and offloaded nothing: {reason}. TORCH_LOGS=recompiles says why"
+        yield f"{counted(count, 'call')} ran uncompiled and offloaded nothing: {reason}. TORCH_LOGS=recompiles says why"
     for reason, count in stats.calls_kept.items():
-        yield f"{_calls(count)} kept everything: {reason}"
+        yield f"{counted(count, 'call')} kept everything: {reason}"
     for reason, count in facts.plain.items():
         graphs = "1 graph is" if count == 1 else f"{count} graphs are"
         yield f"{graphs} plain Inductor's and keep{'s' * (count == 1)} everything: {reason}"
@@ -178,10 +178,6 @@ def on_counters(facts: StepFacts) -> Iterator[str]:
         )
     if misses := stats.num_prefetch_misses:
         yield f"{misses} reloads began only when they were needed; 0 once steps are alike"
-
-
-def _calls(count: int) -> str:
-    return "1 call" if count == 1 else f"{count} calls"
 
 
 def _is_seen(ms: float, other_ms: float) -> bool:

@@ -12,7 +12,7 @@ from fxoffload.plan_report.exposed import Exposed
 from fxoffload.plan_report.facts import GraphFacts, StepFacts
 from fxoffload.plan_report.modules import near, values_of
 from fxoffload.plan_report.plan import Plan
-from fxoffload.plan_report.table import basis, costs, decisions, describe, describe_mask, totals
+from fxoffload.plan_report.table import basis, costs, counted, decisions, describe, describe_mask, totals
 from fxoffload.planner.plan import Decision, why_not_measured
 from fxoffload.sizes import format_bytes
 
@@ -88,7 +88,7 @@ def _check(facts: StepFacts) -> None:
         return
     plain = "; ".join(f"{count} compiled as plain Inductor does: {reason}" for reason, count in facts.plain.items())
     uncompiled = facts.stats.calls_uncompiled.items()
-    calls = "; ".join(f"{_count(count, 'call')} ran uncompiled: {reason}" for reason, count in uncompiled)
+    calls = "; ".join(f"{counted(count, 'call')} ran uncompiled: {reason}" for reason, count in uncompiled)
     found = "; ".join(text for text in (plain, calls) if text) or "nothing that was compiled and called with gradients"
     raise NoPlanError(
         f"expected a step of a model compiled with fxoffload, found none to explain: {found}. Run one step first, with "
@@ -106,10 +106,10 @@ def _summary(facts: StepFacts) -> Lines:
     uncompiled = sum(stats.calls_uncompiled.values())
     return Lines(
         (
-            f"{_count(len(facts.plans), 'plan')}, {_count(num_graphs, 'graph')} compiled to offload, "
-            f"{_count(sum(facts.plain.values()), 'graph')} plain Inductor's without a plan",
+            f"{counted(len(facts.plans), 'plan')}, {counted(num_graphs, 'graph')} compiled to offload, "
+            f"{counted(sum(facts.plain.values()), 'graph')} plain Inductor's without a plan",
             f"since the last reset_stats(): {format_bytes(stats.bytes_offloaded)} offloaded, compute waited "
-            f"{stats.exposed_copy_ms:.1f} ms for copies, {_count(uncompiled, 'call')} ran uncompiled",
+            f"{stats.exposed_copy_ms:.1f} ms for copies, {counted(uncompiled, 'call')} ran uncompiled",
         )
     )
 
@@ -157,10 +157,6 @@ def _of_returns(graph: GraphFacts) -> Iterator[str]:
         return
     largest = max((r for r in graph.returns if not r.is_loss), key=lambda r: r.nbytes)
     yield f"returns {format_bytes(graph.logits_bytes)} beside its loss, the largest {largest.label}"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 # -- one module --------------------------------------------------------------------------------------------------------
