@@ -50,6 +50,12 @@ def extent_bytes(value: torch.Tensor) -> int | None:
     return (last + 1) * value.element_size()
 
 
+def is_large(node: fx.Node) -> bool:
+    """Whether ``node`` is a tensor of the same sizes in every call, and of 1 MiB or more."""
+    value = tensor_of(node)
+    return value is not None and has_fixed_sizes(value) and (extent_bytes(value) or 0) >= 1 << 20
+
+
 def covered_range(values: Iterable[torch.Tensor]) -> tuple[int, int] | None:
     """The first byte, and one past the last, that views of one storage cover of it; None where a size has no hint."""
     starts, ends = [], []
