@@ -147,7 +147,10 @@ class Fusion:
         self._in_registers: dict[fx.Node, _Reads] = {}  # Unwritten value -> reads that computing it takes.
         self._loads: dict[fx.Node, set[_Load]] = {}  # Unwritten value -> the same, one entry for each time it is read.
 
-        self._wanted_outside = self._read_outside(nodes)
+        # Values that something outside reads from memory.
+        self._wanted_outside = {
+            base_of(n) for n in nodes if any(_real_readers(u) for u in n.users if u not in self._inside)
+        }
         self._wanted = self._wanted_outside | {base_of(i) for n in nodes if _is_barrier(n) for i in _inputs(n)}
         for node in nodes:
             if _is_barrier(node):
@@ -190,10 +193,6 @@ class Fusion:
         return {base: parts for base, parts in kernel.reads.items() if base not in own}
 
     # -- which values are written --------------------------------------------------------------------------------------
-
-    def _read_outside(self, nodes: Sequence[fx.Node]) -> set[fx.Node]:
-        """Values that something outside reads from memory."""
-        return {base_of(node) for node in nodes if any(_real_readers(u) for u in node.users if u not in self._inside)}
 
     def _fuse(self, node: fx.Node) -> None:
         written = bool(node in self._wanted or mutated_args(node))
