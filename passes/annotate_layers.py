@@ -44,8 +44,6 @@ class LayerReport:
 class AnnotateLayers:
     """Write ``meta["fxoffload_layer"]`` on the nodes of a joint graph. See the module docstring."""
 
-    name = "annotate_layers"
-
     def __call__(self, gm: fx.GraphModule) -> LayerReport:
         nodes = [n for n in gm.graph.nodes if n.op == "call_function"]
         paths = {n: p for n in nodes if (p := path_of(n)) is not None}

@@ -9,7 +9,6 @@ the pairs. Graphs do not tell the contents of a mask, so that this pass finds ma
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +21,6 @@ from fxoffload.analysis.values import Storages
 from fxoffload.torch_private.symbolic_sizes import hint
 
 _MASK_NAMES = ("attn_bias", "attn_mask", "bias")
-_BACKWARD = "_backward"
 _KERNELS = {
     "aten._scaled_dot_product_efficient_attention": "memory-efficient",
     "aten._efficient_attention_forward": "memory-efficient",
@@ -73,7 +71,7 @@ def _square_mask(node: fx.Node) -> fx.Node | None:
     if node.op != "call_function" or node_kind(node) != "attention":
         return None
     target, args = call_of(node)
-    if op_name(target).endswith(_BACKWARD):
+    if op_name(target).endswith("_backward"):
         return None
     mask = next((a for n in _MASK_NAMES if isinstance(a := argument_of(target, args, n, node.kwargs), fx.Node)), None)
     value = mask.meta.get("val") if mask is not None else None
@@ -97,10 +95,6 @@ def _describe(uses: list[tuple[fx.Node, fx.Node]], storages: Storages, names: Va
         nbytes=max(distinct_bytes(m) or 0 for m in storages.members(mask)),
         tokens=hint(mask.meta["val"].shape[-1]) or 0,
         kernel=_KERNELS.get(target, target),
-        layers=tuple(_labels(c for c, _ in uses)),
+        layers=tuple(str(c.meta.get(LAYER_KEY) or "") for c, _ in uses),
         label=names.of(made),
     )
-
-
-def _labels(calls: Iterable[fx.Node]) -> Iterable[str]:
-    return (str(c.meta.get(LAYER_KEY) or "") for c in calls)

@@ -22,8 +22,6 @@ POLICIES = ("auto", "offload_all", "keep_all")
 class ChooseActions:
     """One bool per candidate, in order: True to offload."""
 
-    name = "choose_actions"
-
     def __init__(self, segmentation: Segmentation, candidates: Sequence[Candidate]) -> None:
         self.segmentation = segmentation
         self.candidates = candidates

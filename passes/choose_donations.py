@@ -30,8 +30,6 @@ class ChooseDonations:
         donatable: placeholders that belong to this backward alone (AOTAutograd's own analysis).
     """
 
-    name = "choose_donations"
-
     def __init__(self, segmentation: Segmentation, donatable: Collection[fx.Node]) -> None:
         self.segmentation = segmentation
         self.donatable = frozenset(donatable)

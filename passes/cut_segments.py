@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -29,7 +29,7 @@ import torch
 import torch.fx as fx
 
 from fxoffload.analysis.labels import LAYER_KEY
-from fxoffload.analysis.op_costs import fused_form, node_kind, op_name
+from fxoffload.analysis.op_costs import fused_form, op_name, runs_alone
 from fxoffload.analysis.repeatable import MAX_OPS, Repeatable
 from fxoffload.analysis.segmentation import Segment, Segmentation
 from fxoffload.analysis.values import output_values
@@ -63,8 +63,6 @@ class CutSegments:
         whole: make one segment (the switch ``segments``).
         single: a graph without layers is one layer that was compiled on its own: cut it where it moves that much.
     """
-
-    name = "cut_segments"
 
     def __init__(
         self,
@@ -161,7 +159,7 @@ def _first_reads(nodes: list[fx.Node], values: Repeatable) -> dict[fx.Node, int]
         for value in node.all_input_nodes:
             new = (value,) if value.op == "placeholder" else deferred.get(value, ())
             inputs.update((v, None) for v in new if v not in found)
-        cheap = (values.is_cheap(node) or values.is_view(node)) and node not in values.returned
+        cheap = (node in values.cheap or node in values.views) and node not in values.returned
         if cheap and len(inputs) <= MAX_OPS:
             deferred[node] = inputs
         else:
@@ -270,12 +268,8 @@ def _depths(nodes: list[fx.Node]) -> dict[fx.Node, int]:
     different depths are in different kernels."""
     found: dict[fx.Node, int] = {}
     for node in nodes:
-        found[node] = max((found[i] + _runs_alone(i) for i in node.all_input_nodes if i in found), default=0)
+        found[node] = max((found[i] + runs_alone(i) for i in node.all_input_nodes if i in found), default=0)
     return found
-
-
-def _runs_alone(node: fx.Node) -> bool:
-    return node_kind(node) not in ("fused", "view")
 
 
 def _readers(node: fx.Node, values: Repeatable, again: Collection[fx.Node]) -> list[fx.Node]:
@@ -283,7 +277,7 @@ def _readers(node: fx.Node, values: Repeatable, again: Collection[fx.Node]) -> l
     found: dict[fx.Node, None] = {}
     todo = [node]
     while todo:
-        new = [u for u in values.readers(todo.pop()) if not values.is_view(u) and u not in found]
+        new = [u for u in values.readers(todo.pop()) if u not in values.views and u not in found]
         found.update(dict.fromkeys(new))
         todo += [u for u in new if u in again]
     return list(found)
@@ -340,11 +334,8 @@ def _missing_sizes(nodes: list[fx.Node], inputs: list[fx.Node], sizes: dict[Any,
 
 
 def _main_label(nodes: list[fx.Node]) -> str:
-    counts: dict[str, int] = defaultdict(int)
-    for node in nodes:
-        counts[_label(node) or ""] += 1
-    best = max(counts, key=lambda k: counts[k])
-    return best if 2 * counts[best] >= len(nodes) else ""
+    best, count = Counter(_label(n) or "" for n in nodes).most_common(1)[0]
+    return best if 2 * count >= len(nodes) else ""
 
 
 def _unique_name(layer: str, taken: set[str]) -> str:

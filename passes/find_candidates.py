@@ -25,9 +25,9 @@ import torch
 import torch.fx as fx
 
 from fxoffload.analysis.value_names import ValueNames
-from fxoffload.analysis.values import Storages, extent_bytes, output_values, tensor_of, written_values
+from fxoffload.analysis.values import Storages, covered_range, output_values, tensor_of, written_values
 from fxoffload.torch_private.partitioner import is_rng_state
-from fxoffload.torch_private.symbolic_sizes import hint, symbols_of
+from fxoffload.torch_private.symbolic_sizes import symbols_of
 
 SMALL = "smaller than min_bytes"
 
@@ -96,8 +96,6 @@ class FindCandidates:
         device: the device that values may leave.
     """
 
-    name = "find_candidates"
-
     def __init__(
         self, *, num_user_outputs: int, static_inputs: Collection[int], min_bytes: int, device: torch.device
     ) -> None:
@@ -132,7 +130,8 @@ class FindCandidates:
 
         candidates, skipped, names = [], [], ValueNames(graph, storages)
         for root, nodes in groups.items():
-            size = _covered_bytes(nodes)
+            covered = covered_range(n.meta["val"] for n in nodes)
+            size = None if covered is None else covered[1] - covered[0]
             reason = reasons.get(root) or self._unfit(nodes, size)
             if reason:
                 skipped.append(Skipped(nodes[0].name, size, reason, names.of(nodes[0])))
@@ -168,21 +167,6 @@ class FindCandidates:
         if fixed and size is not None and size < max(self.min_bytes, 1):
             return SMALL
         return ""
-
-
-def _covered_bytes(nodes: list[fx.Node]) -> int | None:
-    """Upper estimate of the range that views of one storage cover: from the lowest to the highest byte."""
-    low, high = None, 0
-    for node in nodes:
-        value = tensor_of(node)
-        assert value is not None
-        size, offset = extent_bytes(value), hint(value.storage_offset())
-        if size is None or offset is None:
-            return None
-        start = offset * value.element_size()
-        low = start if low is None else min(low, start)
-        high = max(high, start + size)
-    return high - (low or 0)
 
 
 def _computed_from(graph: fx.Graph, parameters: set[fx.Node]) -> set[fx.Node]:

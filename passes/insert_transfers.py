@@ -70,15 +70,14 @@ class _OuterGraph:
 
     def heads(self) -> None:
         """Placeholders, and constants that some segment takes as an input."""
-        for node in self.inner.graph.nodes:
-            if node.op == "placeholder":
-                self.bind(node, self.graph.placeholder(node.name))
-        for node in self.inner.graph.nodes:
-            if node.op == "get_attr":
-                value = _attribute(self.inner, str(node.target))
-                if not isinstance(value, torch.nn.Module):
-                    self.attributes[str(node.target)] = value
-                    self.bind(node, self.graph.get_attr(str(node.target)))
+        for node in self.inner.graph.find_nodes(op="placeholder"):
+            self.bind(node, self.graph.placeholder(node.name))
+        for node in self.inner.graph.find_nodes(op="get_attr"):
+            path = str(node.target)
+            value = operator.attrgetter(path)(self.inner)
+            if not isinstance(value, torch.nn.Module):
+                self.attributes[path] = value
+                self.bind(node, self.graph.get_attr(path))
 
     def call(self, op: Any, *args: Any, name: str | None = None) -> fx.Node:
         return self.graph.create_node("call_function", op, args, name=name)
@@ -102,14 +101,8 @@ class _OuterGraph:
         return graph_module({**self.attributes, **self.modules}, self.graph)
 
 
-def _attribute(gm: fx.GraphModule, path: str) -> Any:
-    return operator.attrgetter(path)(gm)
-
-
 class InsertOffloads:
     """The forward half. ``modules`` maps segment names to the modules that the outer graph calls."""
-
-    name = "insert_offloads"
 
     def __init__(
         self, segmentation: Segmentation, candidates: Sequence[Candidate], modules: Mapping[str, torch.nn.Module]
@@ -143,7 +136,9 @@ class InsertOffloads:
                 if not group:
                     continue
                 nodes = [n for c in group for n in c.nodes]
-                copied = self._offload(outer, group, nodes)
+                packed = outer.call(ops.offload, [outer.env[n] for n in nodes])
+                packed.meta[CANDIDATES_KEY] = tuple(group)
+                copied = outer.unpack(packed, [f"{n.name}_copy" for n in nodes])
                 copies.update(zip(nodes, copied, strict=True))
                 releases.setdefault(max([i, *(last_read.get(outer.storage.get(n), i) for n in nodes)]), []).extend(
                     copied
@@ -157,12 +152,6 @@ class InsertOffloads:
         values = [copies.get(v, outer.env.get(v)) if isinstance(v, fx.Node) else v for v in output_values(gm.graph)]
         return outer.finish(values)
 
-    @staticmethod
-    def _offload(outer: _OuterGraph, group: list[Candidate], nodes: list[fx.Node]) -> list[fx.Node]:
-        packed = outer.call(ops.offload, [outer.env[n] for n in nodes])
-        packed.meta[CANDIDATES_KEY] = tuple(group)
-        return outer.unpack(packed, [f"{n.name}_copy" for n in nodes])
-
 
 class InsertReloads:
     """The backward half.
@@ -172,8 +161,6 @@ class InsertReloads:
         donatable: names of the placeholders that belong to this backward alone.
         modules: segment names -> modules that the outer graph calls.
     """
-
-    name = "insert_reloads"
 
     def __init__(
         self,

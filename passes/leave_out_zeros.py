@@ -60,8 +60,6 @@ class LeaveOutZeros:
         positions: of the inputs, which ``can_be_left_out``.
     """
 
-    name = "leave_out_zeros"
-
     def __init__(self, positions: Collection[int]) -> None:
         self.positions = frozenset(positions)
 
@@ -78,7 +76,7 @@ class LeaveOutZeros:
                 zero, reader = found
                 other = _other_operand(reader, zero)
                 if other is None:
-                    raise PassError(f"expected zeros that are added, found {reader.format_node()}", self.name)
+                    raise PassError(f"expected zeros that are added, found {reader.format_node()}", "leave_out_zeros")
                 count += _replace(gm.graph, reader, other)
             _erase_views(gm.graph, zeros)
             gm.graph.erase_node(zeros)

@@ -23,16 +23,12 @@ import torch.fx as fx
 
 from fxoffload.analysis.layer_classes import behind_tangents
 from fxoffload.analysis.repeatable import is_arithmetic
-from fxoffload.analysis.values import extent_bytes, has_fixed_sizes, lies_otherwise, tensor_of
+from fxoffload.analysis.values import has_fixed_sizes, is_large, lies_otherwise, tensor_of
 from fxoffload.torch_private.fake_tensors import run_on_fakes
-
-_LEAST_BYTES = 1 << 20
 
 
 class MatchLayouts:
     """See the module docstring."""
-
-    name = "match_layouts"
 
     def __call__(self, gm: fx.GraphModule) -> int:
         """Returns how many values are read as contiguous copies now."""
@@ -48,18 +44,12 @@ def _is_read_across(node: fx.Node) -> bool:
     if (
         "recompute" in node.meta
         or not is_arithmetic(node)
-        or not _lies_across(node)
+        or not is_large(node)
+        or node.meta["val"].is_contiguous()
         or not all(is_arithmetic(u) for u in node.users)
     ):
         return False
     return any(_is_contiguous_as_large(i, node) for u in node.users for i in u.all_input_nodes)
-
-
-def _lies_across(node: fx.Node) -> bool:
-    value = tensor_of(node)
-    if value is None or not has_fixed_sizes(value) or (extent_bytes(value) or 0) < _LEAST_BYTES:
-        return False
-    return not value.is_contiguous()
 
 
 def _is_contiguous_as_large(node: fx.Node, other: fx.Node) -> bool:

@@ -33,8 +33,6 @@ from fxoffload.torch_private.op_schemas import aliased_args
 class OpenRegions:
     """See the module docstring."""
 
-    name = "open_regions"
-
     def __call__(self, gm: fx.GraphModule) -> int:
         """Returns how many values are taken from outside."""
         calls = gm.graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph)

@@ -41,8 +41,6 @@ class Rematerialize:
         moved: see ``CutSegments``.
     """
 
-    name = "rematerialize"
-
     def __init__(self, segmentation: Segmentation, *, moved: Mapping[str, int] | None = None) -> None:
         self.segmentation = segmentation
         self.moved = moved or {}
@@ -89,8 +87,8 @@ class _Repeating:
         known = self._copies.get((value, segment))
         if known is not None:
             return known
-        is_view = self.values.is_view(value)
-        if not is_view and (not self.values.is_cheap(value) or self.until[value] >= segment):
+        is_view = value in self.values.views
+        if not is_view and (value not in self.values.cheap or self.until[value] >= segment):
             return value
         # An op that has a copy in its own segment is repeated from the sources of that copy.
         sources = {i: self._copy(self._original.get(i, i), segment, reader) for i in value.all_input_nodes}
@@ -115,7 +113,7 @@ class _Repeating:
             dead = todo.pop()
             if dead.users or dead.op != "call_function" or dead not in self.at:
                 continue
-            if not (self.values.is_cheap(dead) or self.values.is_view(dead)):
+            if dead not in self.values.cheap and dead not in self.values.views:
                 continue
             inputs = list(dead.all_input_nodes)
             self.graph.erase_node(dead)

@@ -33,8 +33,6 @@ class SettleNodes:
     need may move. None for a backward graph, where every output is seen.
     """
 
-    name = "settle_nodes"
-
     def __init__(self, num_user_outputs: int | None = None) -> None:
         self.num_user_outputs = num_user_outputs
 

@@ -21,29 +21,20 @@ import torch
 import torch.fx as fx
 
 from fxoffload.analysis.repeatable import is_arithmetic
-from fxoffload.analysis.values import extent_bytes, has_fixed_sizes, lies_otherwise, tensor_of
+from fxoffload.analysis.values import has_fixed_sizes, is_large, lies_otherwise, tensor_of
 from fxoffload.torch_private.fake_tensors import new_fake_like, run_on_fakes
-
-_LEAST_BYTES = 1 << 20
 
 
 class ShrinkConstants:
     """See the module docstring."""
 
-    name = "shrink_constants"
-
     def __call__(self, gm: fx.GraphModule) -> int:
         """Returns how many constants were shrunk."""
         constants = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.full.default)
-        count = sum(_shrink(gm.graph, node) for node in constants if _is_large(node))
+        count = sum(_shrink(gm.graph, node) for node in constants if is_large(node))
         if count:
             gm.recompile()
         return count
-
-
-def _is_large(node: fx.Node) -> bool:
-    value = tensor_of(node)
-    return value is not None and has_fixed_sizes(value) and (extent_bytes(value) or 0) >= _LEAST_BYTES
 
 
 def _is_fixed_arithmetic(node: fx.Node) -> bool:

@@ -56,8 +56,6 @@ class TagRecompute:
             named stay untagged. In any case ops that read an input that the graph writes are saved.
     """
 
-    name = "tag_recompute"
-
     def __init__(self, recompute: str | Mapping[str, RecomputePoint]) -> None:
         if isinstance(recompute, str) and recompute not in LEVELS:
             raise ValueError(f"unknown recompute level {recompute!r}; the levels are {', '.join(LEVELS)}")

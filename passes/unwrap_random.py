@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable
-from typing import Any
 
 import torch.fx as fx
 
@@ -33,8 +32,6 @@ class UnwrapRandom:
     Args:
         joint: that the graphs were partitioned from, after it was.
     """
-
-    name = "unwrap_random"
 
     def __init__(self, joint: fx.GraphModule) -> None:
         self._originals: dict[Hashable, list[fx.Node]] = defaultdict(list)
@@ -52,11 +49,8 @@ class UnwrapRandom:
             _unwrap(gm.graph, node, found.pop(0))
         gm.graph.lint()
         gm.recompile()
-        return not any(_has_wrappers(m) for m in gm.modules())
-
-
-def _has_wrappers(module: Any) -> bool:
-    return isinstance(module, fx.GraphModule) and any(sets_random_state(n) for n in module.graph.nodes)
+        graphs = [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)]
+        return not any(sets_random_state(n) for graph in graphs for n in graph.nodes)
 
 
 def _signature(node: fx.Node) -> Hashable:

@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 import torch.fx as fx
 
-from fxoffload.analysis.kernel_fusion import Fusion, Traffic
+from fxoffload.analysis.kernel_fusion import Fusion
 from fxoffload.analysis.op_costs import compute_dtype, is_backward_attention, is_grouped, node_kind, op_flops
 
 
@@ -55,18 +55,18 @@ class Rates(Protocol):
 
 def estimate_segment(nodes: Sequence[fx.Node], rates: Rates) -> float:
     """Milliseconds of ``nodes`` (in graph order) compiled as one piece. See ``kernel_fusion``."""
-    return math.fsum(_kernel_ms(kernel, rates) for kernel in Fusion(nodes).traffic())
+    return math.fsum(_kernel_ms(node, nbytes, rates) for node, nbytes in Fusion(nodes).traffic())
 
 
-def _kernel_ms(kernel: Traffic, rates: Rates) -> float:
+def _kernel_ms(node: fx.Node | None, nbytes: int, rates: Rates) -> float:
+    """``node``: the op of a kernel of its own; None: it is fused. ``nbytes``: that it moves."""
     compute_ms = 0.0
-    if (node := kernel.node) is not None:
+    if node is not None:
         if node_kind(node) == "collective":
             return 0.0
         if (measured := rates.op_ms(node)) is not None:
             return measured
         compute_ms = _compute_ms(node, rates)
-    nbytes = kernel.read_bytes + kernel.written_bytes + kernel.overwritten_bytes
     return max(compute_ms, rates.memory_ms(nbytes)) + rates.launch_us / 1e3
 
 

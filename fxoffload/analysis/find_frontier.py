@@ -35,7 +35,7 @@ import torch.fx as fx
 from fxoffload.analysis.estimate_costs import Rates, estimate_segment
 from fxoffload.analysis.layer_classes import Joint, Layer, layout_bytes
 from fxoffload.analysis.min_cut import SINK, SOURCE, Network
-from fxoffload.analysis.op_costs import fused_form, node_kind, tensors_of
+from fxoffload.analysis.op_costs import fused_form, runs_alone, tensors_of
 from fxoffload.analysis.recompute_rules import OFFLOADED, RECOMPUTED, SAVED, may_recompute, overwritten_inputs
 
 # Prices are whole numbers: femtoseconds, and thousandths of a byte (a value that three layers read costs each a third).
@@ -52,13 +52,12 @@ class SavedStorage:
     """One storage that a layer saves.
 
     Attributes:
-        name: of the value in the representative layer.
-        position: of the value; see ``LayerClass.name_at``. -1 - k: it comes from outside the layer.
+        position: of the value in the representative layer; see ``LayerClass.name_at``. -1 - k: it comes from outside
+            the layer.
         nbytes: all of it.
         num_layers: how many layers take it from outside (1 for a layer's own): it takes memory once.
     """
 
-    name: str
     position: int
     nbytes: int
     num_layers: int = 1
@@ -116,10 +115,7 @@ class FindFrontier:
     Args:
         num_forward_outputs: leading outputs of the joint graph that are the forward's.
         static_inputs: indices of the placeholders that are parameters or buffers.
-        max_points: bound of the points of one class.
     """
-
-    name = "find_frontier"
 
     def __init__(
         self,
@@ -127,12 +123,10 @@ class FindFrontier:
         *,
         num_forward_outputs: int | None = None,
         static_inputs: Collection[int] = (),
-        max_points: int = 24,
     ) -> None:
         self.rates = rates
         self.num_forward_outputs = num_forward_outputs
         self.static_inputs = frozenset(static_inputs)
-        self.max_points = max_points
 
     def __call__(self, gm: fx.GraphModule) -> tuple[LayerClass, ...]:
         joint = Joint(gm, self.num_forward_outputs, self.static_inputs)
@@ -144,13 +138,13 @@ class FindFrontier:
 
     def _solve(self, joint: Joint, layers: list[Layer], overwritten: set[fx.Node]) -> LayerClass:
         problem = _Problem(joint, layers[0], self.rates, overwritten)
-        points = [problem.point(cut.behind) for cut in problem.network.best_cuts(self.max_points)]
+        points = [problem.point(cut.behind) for cut in problem.network.best_cuts()]
         return LayerClass(
             layers=tuple(layer.label for layer in layers),
             points=_undominated(points),
             must_offload=problem.must_offload,
             names={layer.label: tuple(n.name for n in layer.nodes) for layer in layers},
-            outside_names={layer.label: tuple(joint.base(v).name for v in layer.outside) for layer in layers},
+            outside_names={layer.label: tuple(joint.base[v].name for v in layer.outside) for layer in layers},
         )
 
 
@@ -188,7 +182,7 @@ class _Problem:
     def _add_outside(self) -> None:
         joint, layer = self._joint, self._layer
         self._read_from_outside: list[fx.Node] = []
-        for base in dict.fromkeys(joint.base(v) for v in layer.outside):
+        for base in dict.fromkeys(joint.base[v] for v in layer.outside):
             if layer.place.get(base, -1) >= 0 or not joint.costs_memory(base):
                 continue
             price = layout_bytes(base) * _PER_BYTE // joint.num_reading[base]
@@ -207,7 +201,7 @@ class _Problem:
             if self._is_saved(op):
                 self.network.edge(SOURCE, self._op[op])
             else:
-                dearer = 1.0 if _is_fused(op) else 1.0 + _TIE_BREAK * i / len(ops)
+                dearer = 1.0 + _TIE_BREAK * i / len(ops) if runs_alone(op) else 1.0
                 price = max(1, round(self._op_ms(op) * dearer * _PER_MS))
                 self.network.edge(SOURCE, self._op[op], (price, 0))
         for base in (n for n in self._own if not self._joint.is_view(n) and tensors_of(n)):
@@ -218,12 +212,12 @@ class _Problem:
                 price = (round(self._save_ms(base) * _PER_MS), layout_bytes(base) * _PER_BYTE) if savable else None
                 self.network.edge(self._op[op], self._value[base], price)
         for op in ops:
-            for value in self._joint.inputs(op):
+            for value in self._joint.inputs[op]:
                 self._needs(value, self._op[op])
 
     def _needs(self, node: fx.Node, reader: int) -> None:
         """``reader`` on the sink's side wants the memory that ``node`` shows there too."""
-        base = self._joint.base(node)
+        base = self._joint.base[node]
         if base in self._value:
             self.network.edge(self._value[base], reader)
         elif base in self._op:  # all items of an op at once
@@ -239,7 +233,7 @@ class _Problem:
         """Whether ``op`` must not run again."""
         values = [
             op,
-            *(u for u in self._joint.users(op) if not self._joint.is_view(u) and u.target is operator.getitem),
+            *(u for u in self._joint.users[op] if not self._joint.is_view(u) and u.target is operator.getitem),
         ]
         if op.meta.get("recompute") in SAVED or any(self._joint.leaves(v, self._layer) for v in values):
             return True
@@ -247,25 +241,25 @@ class _Problem:
 
     def _op_ms(self, op: fx.Node) -> float:
         """Time to recompute ``op``. A fused op costs only the bytes that it writes or reduces."""
-        if not _is_fused(op):
+        if runs_alone(op):
             return estimate_segment([op], self._rates)
         written = self._rates.memory_ms(layout_bytes(op))
         if fused_form(op) == "reduction":
-            return written + self._rates.memory_ms(sum(layout_bytes(i) for i in self._joint.inputs(op)))
+            return written + self._rates.memory_ms(sum(layout_bytes(i) for i in self._joint.inputs[op]))
         return written if self._is_written(op) else _IN_REGISTERS * written
 
     def _save_ms(self, base: fx.Node) -> float:
         """Time to write a value only because it is saved."""
         joint = self._joint
-        if not _is_fused(joint.maker(base)) or fused_form(base) == "reduction" or joint.leaves(base, self._layer):
+        if runs_alone(joint.maker(base)) or fused_form(base) == "reduction" or joint.leaves(base, self._layer):
             return 0.0
         return 0.0 if self._is_written(base, joint.forward) else self._rates.memory_ms(layout_bytes(base))
 
     def _is_written(self, node: fx.Node, within: Collection[fx.Node] | None = None) -> bool:
         """Whether a kernel of its own reads ``node`` (of ``within``, if given), so that fusion does not spare writing
         it."""
-        users = [u for u in self._joint.users(node) if within is None or u in within]
-        return any(self._is_written(u, within) if self._joint.is_view(u) else not _is_fused(u) for u in users)
+        users = [u for u in self._joint.users[node] if within is None or u in within]
+        return any(self._is_written(u, within) if self._joint.is_view(u) else runs_alone(u) for u in users)
 
     # -- the meaning of a cut ------------------------------------------------------------------------------------------
 
@@ -284,8 +278,8 @@ class _Problem:
                 saved[node] = None
             elif own:
                 computed.add(node)
-                wanted += joint.inputs(node)
-            elif (base := joint.base(node)) in self._value:
+                wanted += joint.inputs[node]
+            elif (base := joint.base[node]) in self._value:
                 saved[base] = None
         return RecomputePoint(
             frozenset(place[n] for n in computed),
@@ -296,20 +290,20 @@ class _Problem:
 
     def _saved_storages(self, saved: Collection[fx.Node]) -> list[SavedStorage]:
         place = self._layer.place
-        outside = {self._joint.base(v): -1 - k for k, v in reversed(list(enumerate(self._layer.outside)))}
+        outside = {self._joint.base[v]: -1 - k for k, v in reversed(list(enumerate(self._layer.outside)))}
         found = []
         for base in saved:
             own = place.get(base, -1) >= 0
             position = place[base] if own else outside[base]
             num_layers = 1 if own else self._joint.num_reading[base]
-            found.append(SavedStorage(base.name, position, layout_bytes(base), num_layers))
+            found.append(SavedStorage(position, layout_bytes(base), num_layers))
         return sorted(found, key=lambda s: s.position)
 
     def _forward_ms(self, saved: Collection[fx.Node]) -> float:
         """Time of the layer's forward, writes of ``saved`` values included."""
         joint, place = self._joint, self._layer.place
         nodes = [n for n in self._own if n in joint.forward]
-        leaving = [n for n in nodes if any(place.get(u, -1) < 0 for u in joint.users(n) if u in joint.forward)]
+        leaving = [n for n in nodes if any(place.get(u, -1) < 0 for u in joint.users[n] if u in joint.forward)]
         returned = [n for n in nodes if n in joint.returned]
         return self._ms(nodes, [*leaving, *returned, *(n for n in saved if place.get(n, -1) >= 0)])
 
@@ -318,7 +312,7 @@ class _Problem:
         joint = self._joint
         ops = [n for n in self._sorted({*joint.backward[self._layer.label], *self._all_readers}) if n.op != "output"]
         inside = {*computed, *ops}
-        leaving = [n for n in ops if n in joint.returned or not inside.issuperset(joint.users(n))]
+        leaving = [n for n in ops if n in joint.returned or not inside.issuperset(joint.users[n])]
         return self._ms([*self._sorted(computed), *ops], leaving)
 
     def _ms(self, nodes: Sequence[fx.Node], returned: Sequence[fx.Node]) -> float:
@@ -327,7 +321,7 @@ class _Problem:
         copies: dict[fx.Node, fx.Node] = {}
 
         def place(node: fx.Node) -> fx.Node:
-            node = self._joint.merged(node)
+            node = self._joint.merged[node]
             if node not in copies:
                 copies[node] = graph.placeholder(node.name)
                 copies[node].meta = node.meta
@@ -350,11 +344,11 @@ class _Problem:
         for reader in self._sorted(self._all_readers):
             cone, found = [reader], {reader}
             for node in cone:
-                fresh = [i for i in joint.inputs(node) if i in inside and i not in schedule and i not in found]
+                fresh = [i for i in joint.inputs[node] if i in inside and i not in schedule and i not in found]
                 found.update(fresh)
                 cone += fresh
             schedule |= dict.fromkeys(self._sorted(found))
-        last = {joint.base(i): node for node in schedule for i in joint.inputs(node)}
+        last = {joint.base[i]: node for node in schedule for i in joint.inputs[node]}
         dying: dict[fx.Node, list[fx.Node]] = defaultdict(list)
         for base, node in last.items():
             dying[node].append(base)
@@ -377,11 +371,6 @@ class _Problem:
         """Whether a value that is recomputed for ``readers`` is written to memory."""
         if not isinstance(node.meta.get("val"), torch.Tensor):
             return False
-        if not _is_fused(self._joint.maker(node)) or fused_form(node) == "reduction":
+        if runs_alone(self._joint.maker(node)) or fused_form(node) == "reduction":
             return True
         return self._is_written(node, readers)
-
-
-def _is_fused(node: fx.Node) -> bool:
-    """Whether ``node`` runs inside another op's kernel, or not at all."""
-    return node_kind(node) in ("fused", "view")

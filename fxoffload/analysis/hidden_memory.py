@@ -5,6 +5,7 @@ Read off the sources of the libraries and of Inductor. An op that is neither lis
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -102,11 +103,6 @@ def _bytes_to_lay_out(value: fx.Node, order: Sequence[int]) -> int:
             return math.prod(shape) * tensor.element_size()
         expected *= shape[dim]
     return 0
-
-
-def _flash_rows_first(node: fx.Node, args: Sequence[Any]) -> int:
-    """The same for (batch, sequence, head, depth)."""
-    return _flash_backward(node, args, head_axis=2)
 
 
 # Of attention_backward.cu's kernels for sm80 and later, in 16 bits.
@@ -226,6 +222,9 @@ def _split_reduction(node: fx.Node) -> int:
         return 0
     return 4 * kept * min(_MAX_SPLITS, reduced // 8)
 
+
+# Of (batch, sequence, head, depth).
+_flash_rows_first = functools.partial(_flash_backward, head_axis=2)
 
 _HIDDEN: dict[str, Callable[[fx.Node, Sequence[Any]], int]] = {
     "aten._scaled_dot_product_flash_attention_backward": _flash_backward,

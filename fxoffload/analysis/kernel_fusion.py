@@ -40,6 +40,7 @@ from fxoffload.analysis.op_costs import (
     numel_of,
     op_name,
     reduced_dims,
+    runs_alone,
     shape_of,
     source_of,
     tensors_of,
@@ -71,23 +72,6 @@ class Access:
     steps: tuple[fx.Node, ...]
     alone: bool
     reads_parts: bool = False
-
-
-@dataclass(frozen=True, eq=False)
-class Traffic:
-    """Bytes that one kernel moves.
-
-    Attributes:
-        node: of a kernel of its own, the op; None: it is fused.
-        read_bytes: of values that it reads and does not make itself.
-        written_bytes: of its results.
-        overwritten_bytes: of values that existed before and that it modifies; of a fused one, part of its results.
-    """
-
-    node: fx.Node | None
-    read_bytes: int
-    written_bytes: int
-    overwritten_bytes: int = 0
 
 
 # Written value -> its reads (of itself, or of views of it) -> bytes.
@@ -163,7 +147,10 @@ class Fusion:
         self._in_registers: dict[fx.Node, _Reads] = {}  # Unwritten value -> reads that computing it takes.
         self._loads: dict[fx.Node, set[_Load]] = {}  # Unwritten value -> the same, one entry for each time it is read.
 
-        self._wanted_outside = self._read_outside(nodes)
+        # Values that something outside reads from memory.
+        self._wanted_outside = {
+            base_of(n) for n in nodes if any(_real_readers(u) for u in n.users if u not in self._inside)
+        }
         self._wanted = self._wanted_outside | {base_of(i) for n in nodes if _is_barrier(n) for i in _inputs(n)}
         for node in nodes:
             if _is_barrier(node):
@@ -184,14 +171,15 @@ class Fusion:
             found.append(Access(tuple(results), read, tuple(kernel.members), False, reads_parts))
         return found
 
-    def traffic(self) -> Iterator[Traffic]:
-        """The bytes that each kernel moves, in no particular order."""
+    def traffic(self) -> Iterator[tuple[fx.Node | None, int]]:
+        """Of each kernel, in no particular order, the bytes that it moves: of values that it reads and does not make
+        itself, of its results, and of values that existed before and that it modifies (of a fused one, part of its
+        results). Before them, of a kernel of its own, the op; None: it is fused."""
         for node, reads in self._alone.items():
             overwritten = sum(self._bytes(v) for v in mutated_args(node))
-            yield Traffic(node, self._read_bytes(reads), self._bytes(node), overwritten)
+            yield node, self._read_bytes(reads) + self._bytes(node) + overwritten
         for kernel, results in self._fused():
-            read_bytes = self._read_bytes(self._read_from_memory(kernel))
-            yield Traffic(None, read_bytes, sum(self._bytes(m) for m in results))
+            yield None, self._read_bytes(self._read_from_memory(kernel)) + sum(self._bytes(m) for m in results)
 
     def _fused(self) -> list[tuple[_Kernel, list[fx.Node]]]:
         """The fused kernels, and which of their members they write."""
@@ -205,10 +193,6 @@ class Fusion:
         return {base: parts for base, parts in kernel.reads.items() if base not in own}
 
     # -- which values are written --------------------------------------------------------------------------------------
-
-    def _read_outside(self, nodes: Sequence[fx.Node]) -> set[fx.Node]:
-        """Values that something outside reads from memory."""
-        return {base_of(node) for node in nodes if any(_real_readers(u) for u in node.users if u not in self._inside)}
 
     def _fuse(self, node: fx.Node) -> None:
         written = bool(node in self._wanted or mutated_args(node))
@@ -365,7 +349,7 @@ class Fusion:
 
 
 def _is_barrier(node: fx.Node) -> bool:
-    return node_kind(node) not in ("fused", "view") and not is_wait(node)
+    return runs_alone(node) and not is_wait(node)
 
 
 def _inputs(node: fx.Node) -> list[fx.Node]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Collection, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ import torch.fx as fx
 
 from fxoffload.analysis.argument_key import argument_key, cost_arguments
 from fxoffload.analysis.labels import LAYER_KEY
-from fxoffload.analysis.op_costs import op_name, tensors_of
+from fxoffload.analysis.op_costs import UNDECLARED_VIEWS, op_name, tensors_of
 from fxoffload.analysis.values import extent_bytes
 from fxoffload.torch_private.op_schemas import OpOverload, aliased_args, mutated_args
 from fxoffload.torch_private.pytree import tree_leaves
@@ -25,8 +25,6 @@ from fxoffload.torch_private.symbolic_sizes import hint
 
 # The label of a graph that has no labels: it is one layer.
 WHOLE_GRAPH = ""
-
-_VIEWS = {"aten._unsafe_view", "aten._reshape_alias"}  # views that their schemas do not call so
 
 
 def behind_tangents(graph: fx.Graph) -> set[fx.Node]:
@@ -77,12 +75,7 @@ class Layer:
     outside: list[fx.Node]
     key: tuple[Any, ...] = ()
 
-    def at(self, position: int) -> fx.Node:
-        """The node at a position."""
-        return self.nodes[position] if position >= 0 else self.outside[-1 - position]
 
-
-@dataclass
 class Joint:
     """The layers of one joint graph, and the data that they share.
 
@@ -100,66 +93,44 @@ class Joint:
         order: node -> its place in the graph.
         backward: label -> the layer's ops that an incoming gradient enters, in graph order.
         returned: values that the graph returns.
+        merged: node -> the node that stands for it and its equals.
+        inputs: node that stands for its equals -> the values that it reads.
+        users: value -> the ops that read it itself, in graph order.
+        base: node -> the value whose memory it shows: an op's result, an item of it, or a graph input.
     """
 
-    gm: fx.GraphModule
-    num_forward_outputs: int | None = None
-    static_inputs: Collection[int] = ()
-    behind: set[fx.Node] = field(init=False)
-    forward: set[fx.Node] = field(init=False)
-    free: set[fx.Node] = field(init=False)
-    layers: dict[str, Layer] = field(init=False)
-    num_reading: dict[fx.Node, int] = field(init=False)
-    order: dict[fx.Node, int] = field(init=False)
-    backward: dict[str, list[fx.Node]] = field(init=False)
-    returned: set[fx.Node] = field(init=False)
-
-    def __post_init__(self) -> None:
-        graph = self.gm.graph
+    def __init__(
+        self, gm: fx.GraphModule, num_forward_outputs: int | None = None, static_inputs: Collection[int] = ()
+    ) -> None:
+        graph = gm.graph
         self.behind = behind_tangents(graph)
         self.order = {n: i for i, n in enumerate(graph.nodes)}
-        self._merged = _merge_equal(graph)
-        self._inputs = {
-            n: list(dict.fromkeys(self._merged[i] for i in n.all_input_nodes))
+        self.merged = _merge_equal(graph)
+        self.inputs = {
+            n: list(dict.fromkeys(self.merged[i] for i in n.all_input_nodes))
             for n in graph.nodes
-            if self._merged[n] is n
+            if self.merged[n] is n
         }
         self._find_bases(graph)
-        self._find_outputs(graph)
-        self._users: dict[fx.Node, list[fx.Node]] = defaultdict(list)
-        for node, inputs in self._inputs.items():
+        self._find_outputs(graph, num_forward_outputs)
+        self.users: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+        for node, inputs in self.inputs.items():
             if node in self._alive and node.op != "output":
                 for value in inputs:
-                    self._users[value].append(node)
+                    self.users[value].append(node)
         placeholders = graph.find_nodes(op="placeholder")
-        self.free = {n for i, n in enumerate(placeholders) if i in self.static_inputs}
+        self.free = {n for i, n in enumerate(placeholders) if i in static_inputs}
         self._labelled = any(LAYER_KEY in n.meta for n in graph.nodes)
         self._find_layers(graph)
 
-    def inputs(self, node: fx.Node) -> list[fx.Node]:
-        """The values that ``node`` reads."""
-        return self._inputs[node]
-
-    def users(self, node: fx.Node) -> list[fx.Node]:
-        """The ops that read ``node`` itself, in graph order."""
-        return self._users[node]
-
-    def merged(self, node: fx.Node) -> fx.Node:
-        """The node that stands for ``node`` and its equals."""
-        return self._merged[node]
-
-    def base(self, node: fx.Node) -> fx.Node:
-        """The value whose memory ``node`` shows: an op's result, an item of it, or a graph input."""
-        return self._base[node]
-
     def is_view(self, node: fx.Node) -> bool:
         """Whether ``node`` shows the memory of another value."""
-        return self._base[node] is not node
+        return self.base[node] is not node
 
     def maker(self, base: fx.Node) -> fx.Node:
         """The op that makes a value: itself, or the op that it is an item of."""
         while base.target is operator.getitem:
-            (base,) = self._inputs[base]
+            (base,) = self.inputs[base]
         return base
 
     def backward_readers(self, node: fx.Node, layer: Layer) -> list[fx.Node]:
@@ -167,11 +138,11 @@ class Joint:
 
         An op of another layer's backward belongs to that layer if that layer itself takes the value from outside.
         """
-        base = self._base[node]
+        base = self.base[node]
         returned = self._returned if node in self._given_back else []
         return returned + [
             u
-            for u in self._users[node]
+            for u in self.users[node]
             if self._is_backward(u, layer)
             and ((label := self.label_of(u)) in (None, layer.label) or base not in self._taken[label])
         ]
@@ -182,13 +153,13 @@ class Joint:
             u
             for v in self._views[base]
             if layer.place.get(v, -1) < 0
-            for u in self._users[v]
+            for u in self.users[v]
             if self._is_backward(u, layer) and self.label_of(u) == layer.label
         ]
 
     def leaves(self, base: fx.Node, layer: Layer) -> bool:
         """Whether another layer, or the forward between the layers, reads ``base`` or a view of it."""
-        readers = {u for v in self._views[base] for u in self._users[v]} - self.behind
+        readers = {u for v in self._views[base] for u in self.users[v]} - self.behind
         return any(layer.place.get(u, -1) < 0 and (u in self.forward or self.label_of(u) is not None) for u in readers)
 
     def label_of(self, node: fx.Node) -> str | None:
@@ -201,41 +172,41 @@ class Joint:
     # -- once per graph ------------------------------------------------------------------------------------------------
 
     def _find_bases(self, graph: fx.Graph) -> None:
-        self._base: dict[fx.Node, fx.Node] = {}
+        self.base: dict[fx.Node, fx.Node] = {}
         self._views: dict[fx.Node, list[fx.Node]] = defaultdict(list)
         for node in graph.nodes:
-            if self._merged[node] is not node:
-                self._base[node] = self._base[self._merged[node]]
+            if self.merged[node] is not node:
+                self.base[node] = self.base[self.merged[node]]
                 continue
             source = self._shown_by(node)
-            self._base[node] = node if source is None else self._base[self._merged[source]]
-            self._views[self._base[node]].append(node)
+            self.base[node] = node if source is None else self.base[self.merged[source]]
+            self._views[self.base[node]].append(node)
 
     def _shown_by(self, node: fx.Node) -> fx.Node | None:
         """The value whose memory ``node`` shows; None where it is memory of its own."""
         if node.op != "call_function":
             return None
         if node.target is operator.getitem:
-            source = self._merged[node.all_input_nodes[0]]
+            source = self.merged[node.all_input_nodes[0]]
             return (
-                source if isinstance(source.meta.get("val"), torch.Tensor) or self._base[source] is not source else None
+                source if isinstance(source.meta.get("val"), torch.Tensor) or self.base[source] is not source else None
             )
-        if op_name(node.target) in _VIEWS:
+        if op_name(node.target) in UNDECLARED_VIEWS:
             return node.all_input_nodes[0]
         sources = aliased_args(node)
         return sources[0] if sources and not mutated_args(node) else None
 
-    def _find_outputs(self, graph: fx.Graph) -> None:
+    def _find_outputs(self, graph: fx.Graph, num_forward: int | None) -> None:
         output = graph.output_node()
         values = tree_leaves(output.args)
-        own = range(len(values)) if self.num_forward_outputs is None else range(self.num_forward_outputs)
+        own = range(len(values) if num_forward is None else num_forward)
         forward = [v for i, v in enumerate(values) if i in own and isinstance(v, fx.Node) and v not in self.behind]
         others = [v for i, v in enumerate(values) if i not in own and isinstance(v, fx.Node) and v not in self.behind]
-        writes = [n for n in self._inputs if n.op == "call_function" and mutated_args(n) and n not in self.behind]
-        self.forward = self._ancestors([self._merged[n] for n in (*forward, *writes)])
-        self._alive = self._ancestors([self._merged[i] for i in output.all_input_nodes] + writes)
-        self.returned = {self._merged[v] for v in values if isinstance(v, fx.Node)}
-        self._given_back = {self._merged[v] for v in others}
+        writes = [n for n in self.inputs if n.op == "call_function" and mutated_args(n) and n not in self.behind]
+        self.forward = self._ancestors([self.merged[n] for n in (*forward, *writes)])
+        self._alive = self._ancestors([self.merged[i] for i in output.all_input_nodes] + writes)
+        self.returned = {self.merged[v] for v in values if isinstance(v, fx.Node)}
+        self._given_back = {self.merged[v] for v in others}
         self._returned = [output] if others else []
 
     def _ancestors(self, nodes: list[fx.Node]) -> set[fx.Node]:
@@ -244,25 +215,25 @@ class Joint:
             node = nodes.pop()
             if node not in found:
                 found.add(node)
-                nodes += self._inputs[node]
+                nodes += self.inputs[node]
         return found
 
     def _find_layers(self, graph: fx.Graph) -> None:
-        self.layers = {}
+        self.layers: dict[str, Layer] = {}
         self._taken: dict[str, set[fx.Node]] = {}
-        self.num_reading = defaultdict(int)
+        self.num_reading: dict[fx.Node, int] = defaultdict(int)
         for label, nodes in layers_of(graph, self.behind).items():
-            place = {n: i for i, n in enumerate(nodes) if self._merged[n] is n}
+            place = {n: i for i, n in enumerate(nodes) if self.merged[n] is n}
             outside: dict[fx.Node, int] = {}
             for node in place:
-                for value in self._inputs[node]:
+                for value in self.inputs[node]:
                     if value not in place and tensors_of(value) and value not in self.behind:
                         outside.setdefault(value, -1 - len(outside))
             self.layers[label] = Layer(label, nodes, place | outside, list(outside))
-            self._taken[label] = {base for v in outside if place.get(base := self._base[v]) is None}
+            self._taken[label] = {base for v in outside if place.get(base := self.base[v]) is None}
             for base in self._taken[label]:
                 self.num_reading[base] += 1
-        self.backward = defaultdict(list)
+        self.backward: dict[str, list[fx.Node]] = defaultdict(list)
         for node in graph.nodes:
             if node in self.behind and node.op == "call_function" and node in self._alive:
                 label = self.label_of(node)
@@ -277,17 +248,17 @@ class Joint:
         rows: list[Any] = []
         bases: dict[fx.Node, int] = {}
         for value in layer.outside:
-            base = self._base[value]
+            base = self.base[value]
             number = bases.setdefault(base, len(bases))
             readers = tuple(u.target for u in self.backward_readers_of_outside(base, layer))
             price = (base in self.free, self.costs_memory(base) and self.num_reading[base], layout_bytes(base))
             rows.append((_layout(value), number, price, readers))
         for node in layer.nodes:
-            if self._merged[node] is not node:
-                rows.append(layer.place.get(self._merged[node]))
+            if self.merged[node] is not node:
+                rows.append(layer.place.get(self.merged[node]))
                 continue
             arguments = argument_key(cost_arguments(node), lambda n: self._place(n, layer))
-            leaves = self._base[node] is node and self.leaves(node, layer)
+            leaves = self.base[node] is node and self.leaves(node, layer)
             readers = tuple(str(u.target) for u in self.backward_readers(node, layer))
             rows.append(
                 (
@@ -303,8 +274,8 @@ class Joint:
         return tuple(rows)
 
     def _place(self, node: fx.Node, layer: Layer) -> Hashable:
-        place = layer.place.get(self._merged[node])
-        return ("at", place) if place is not None else ("free", str(_layout(self._merged[node])))
+        place = layer.place.get(self.merged[node])
+        return ("at", place) if place is not None else ("free", str(_layout(self.merged[node])))
 
     def costs_memory(self, base: fx.Node) -> bool:
         """Whether a value from outside takes memory when the backward needs it.

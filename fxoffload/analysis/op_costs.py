@@ -64,7 +64,7 @@ _PRODUCTS = {
 } | {"aten._scaled_mm_v2": (0, 1)}
 _COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 _WAITS = {"_c10d_functional.wait_tensor", "_c10d_functional_autograd.wait_tensor"}
-_VIEWS = {"aten._unsafe_view", "aten._reshape_alias"}  # views that their schemas do not call so
+UNDECLARED_VIEWS = {"aten._unsafe_view", "aten._reshape_alias"}  # views that their schemas do not call so
 
 # torch 2.13 tags ops that Inductor fuses as pointwise or reduction. These are the ops without a tag, there or in 2.11.
 _POINTWISE = aten_names(
@@ -162,6 +162,11 @@ def _kind_by_name(name: str) -> Kind | None:
     return "matmul" if name in _GROUPED or name in _PRODUCTS else None
 
 
+def runs_alone(node: fx.Node) -> bool:
+    """Whether ``node`` is a kernel of its own, and not part of another op's or nothing at all."""
+    return node_kind(node) not in ("fused", "view")
+
+
 def fused_form(node: fx.Node) -> Form | None:
     """How Inductor loops over an op that it fuses; None for an op that it does not."""
     return _form(node.target)
@@ -199,7 +204,7 @@ def base_of(node: fx.Node) -> fx.Node:
 
 
 def _is_view(node: fx.Node) -> bool:
-    if node.target is operator.getitem or op_name(node.target) in _VIEWS or not tensors_of(node):
+    if node.target is operator.getitem or op_name(node.target) in UNDECLARED_VIEWS or not tensors_of(node):
         return not mutated_args(node)
     return bool(aliased_args(node)) and not mutated_args(node)
 

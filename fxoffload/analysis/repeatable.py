@@ -30,51 +30,47 @@ class Repeatable:
     Args:
         moved: name of a graph input -> its bytes, where it is on the device for this graph's sake (a saved value);
             other inputs but tangents are there anyway.
+
+    Attributes:
+        base: node -> the op or graph input whose memory it shows.
+        cheap: ops that are arithmetic on other values (a view is not: it has no memory of its own).
+        views: views of another value's memory, which no op writes to.
+        returned: the bases of the values that the graph returns.
     """
 
     def __init__(self, gm: fx.GraphModule, moved: Mapping[str, int]) -> None:
         self._moved = moved
         nodes = list(gm.graph.nodes)
-        written = written_values(nodes)
-        storages = Storages(nodes) if written else None
-        roots = {storages.root(v) for v in written} if storages is not None else set()
-        changed = {n for n in nodes if storages is not None and storages.root(n) in roots}
-        # Node -> the op or graph input whose memory it shows.
+        self._changed: set[fx.Node] = set()
+        if written := written_values(nodes):
+            storages = Storages(nodes)
+            roots = {storages.root(v) for v in written}
+            self._changed = {n for n in nodes if storages.root(n) in roots}
         self.base: dict[fx.Node, fx.Node] = {}
-        self._sees: set[fx.Node] = set()
         for node in nodes:
             source = source_of(node)
             self.base[node] = self.base[source] if source is not None else node
-            if source is not None:
-                self._sees.add(node)
-        self._changed = changed
+        unchanged = [n for n in nodes if n not in self._changed]
         # A wait for a collective, a size or a check looks like a view of its input, and must not run twice.
-        self._views = {n for n in self._sees - changed if tensor_of(n) is not None and not is_wait(n)}
-        self._cheap = {n for n in nodes if n not in changed and n not in self._sees and is_arithmetic(n)}
+        self.views = {n for n in unchanged if self._shows(n) and tensor_of(n) is not None and not is_wait(n)}
+        self.cheap = {n for n in unchanged if not self._shows(n) and is_arithmetic(n)}
         self._bytes: dict[fx.Node, int] = {}
         self.returned = {self.base[v] for v in output_values(gm.graph) if isinstance(v, fx.Node)}
 
-    def is_cheap(self, node: fx.Node) -> bool:
-        """Whether ``node`` is arithmetic on other values (a view is not: it has no memory of its own)."""
-        return node in self._cheap
-
-    def is_view(self, node: fx.Node) -> bool:
-        """Whether ``node`` is a view of another value's memory, which no op writes to."""
-        return node in self._views
+    def _shows(self, node: fx.Node) -> bool:
+        """Whether ``node`` shows the memory of another value."""
+        return self.base[node] is not node
 
     def nbytes(self, node: fx.Node) -> int:
         """Bytes that the graph holds as long as ``node`` is needed."""
         if node not in self._bytes:
-            self._bytes[node] = self._count(node)
+            value, nbytes = tensor_of(node), 0
+            if value is not None and node.op == "placeholder" and "tangent" not in node.name:
+                nbytes = self._moved.get(node.name, 0)
+            elif value is not None and node.op in ("placeholder", "call_function"):
+                nbytes = extent_bytes(value) or 0
+            self._bytes[node] = nbytes
         return self._bytes[node]
-
-    def _count(self, node: fx.Node) -> int:
-        value = tensor_of(node)
-        if value is None:
-            return 0
-        if node.op == "placeholder":
-            return (extent_bytes(value) or 0) if "tangent" in node.name else self._moved.get(node.name, 0)
-        return (extent_bytes(value) or 0) if node.op == "call_function" else 0
 
     def made_of(self, node: fx.Node, is_there: Callable[[fx.Node], bool]) -> set[fx.Node] | None:
         """The values from which ``node`` can be recomputed; None where that takes too much.
@@ -89,7 +85,7 @@ class Repeatable:
                 if value in seen:
                     continue
                 seen.add(value)
-                if value in self._views or (value in self._cheap and not is_there(value)):
+                if value in self.views or (value in self.cheap and not is_there(value)):
                     todo.append(value)
                 elif value in self._changed:
                     return None  # later it may be something else
@@ -118,7 +114,7 @@ class Repeatable:
                 until[node] = end if node in self.returned else last
         again: set[fx.Node] = set()
         for node in self.base:
-            if node not in self._cheap or node in self.returned or until[node] <= place[node]:
+            if node not in self.cheap or node in self.returned or until[node] <= place[node]:
                 continue
             last = until[node]
             sources = self.made_of(node, lambda v, last=last: until[v] >= last)
@@ -139,7 +135,7 @@ class Repeatable:
                 if user not in seen and user.op == "call_function":
                     seen.add(user)
                     yield user
-                    if user in self._sees:
+                    if self._shows(user):
                         todo.append(user)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
@@ -14,10 +13,9 @@ import torch.fx as fx
 
 from fxoffload.analysis.hidden_memory import hidden_bytes
 from fxoffload.analysis.kernel_fusion import Access, Fusion
-from fxoffload.analysis.op_costs import fused_form, node_kind, shape_of, source_of
-from fxoffload.analysis.values import extent_bytes, tensor_of
+from fxoffload.analysis.op_costs import fused_form, node_kind, source_of
+from fxoffload.analysis.values import element_bytes, storage_bytes, tensor_of
 from fxoffload.torch_private.op_schemas import mutated_args
-from fxoffload.torch_private.symbolic_sizes import hint
 
 # Memory inside the segment: an op, and the place of the result among its results. Outside: the storage.
 Buffer: TypeAlias = tuple[Any, ...]
@@ -80,7 +78,7 @@ class SegmentKernels:
         for value in dict.fromkeys(i for n in nodes for i in n.all_input_nodes if i not in self.inside):
             if value.name in dying and (tensor := tensor_of(value)) is not None:
                 buffer = self.buffer_of(value)
-                self.size[buffer] = max(self.size.get(buffer, 0), _storage_bytes(tensor))
+                self.size[buffer] = max(self.size.get(buffer, 0), storage_bytes(tensor))
                 self.dying.add(buffer)
                 if value.name in donated:
                     self.donated.add(buffer)
@@ -130,7 +128,7 @@ class SegmentKernels:
                 overwrites.update(self.buffer_of(v) for v in written)
                 continue
             for buffer, tensor in _results(node):
-                writes[buffer] = self.size[buffer] = _new_bytes(tensor)
+                writes[buffer] = self.size[buffer] = element_bytes(tensor)
         reads: dict[Buffer, list[fx.Node]] = defaultdict(list)
         for value in access.reads:
             reads[self.buffer_of(value)].append(value)
@@ -196,16 +194,3 @@ def _results(node: fx.Node) -> list[tuple[Buffer, torch.Tensor]]:
                 yield from leaves(item, (*path, i))
 
     return [((node, *path), tensor) for path, tensor in leaves(node.meta.get("val"), ())]
-
-
-def _new_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of a result: its elements, each once."""
-    shape = shape_of(tensor)
-    return math.prod(shape) * tensor.element_size() if shape is not None else 0
-
-
-def _storage_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of the allocation that a value lies in."""
-    if tensor.layout is not torch.strided:
-        return _new_bytes(tensor)
-    return max(hint(tensor.untyped_storage().nbytes()) or 0, extent_bytes(tensor) or 0)

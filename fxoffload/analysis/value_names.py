@@ -47,17 +47,14 @@ class ValueNames:
         self._storages = storages or Storages(graph.nodes)
         self._made: dict[str, list[fx.Node]] = defaultdict(list)  # module path -> values computed in it, in order
         for node in graph.nodes:
-            if node.op == "call_function" and self._is_computed(node) and (path := module_path(node)):
+            is_computed = node.op == "call_function" and tensor_of(node) is not None
+            if is_computed and self._storages.members(node)[0] is node and (path := module_path(node)):
                 self._made[path].append(node)
 
     def of(self, node: fx.Node) -> str:
         """The name of a value: of the memory that it is a view of, with the value's own shape and dtype."""
         made = self._storages.members(node)[0]
         return f"{self._place(made)} {shape_and_dtype(node)}".rstrip()
-
-    def _is_computed(self, node: fx.Node) -> bool:
-        """Whether it is no view of something else, and a tensor."""
-        return tensor_of(node) is not None and self._storages.members(node)[0] is node
 
     def _place(self, node: fx.Node) -> str:
         if node.op == "placeholder":

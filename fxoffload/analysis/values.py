@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
 import torch.fx as fx
 
-from fxoffload.analysis.op_costs import is_wait
+from fxoffload.analysis.op_costs import is_wait, shape_of
 from fxoffload.errors import in_brief
 from fxoffload.torch_private.fake_tensors import run_on_fakes
 from fxoffload.torch_private.op_schemas import aliased_args, mutated_args
@@ -47,6 +48,37 @@ def extent_bytes(value: torch.Tensor) -> int | None:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))  # type: ignore[operator]
     return (last + 1) * value.element_size()
+
+
+def is_large(node: fx.Node) -> bool:
+    """Whether ``node`` is a tensor of the same sizes in every call, and of 1 MiB or more."""
+    value = tensor_of(node)
+    return value is not None and has_fixed_sizes(value) and (extent_bytes(value) or 0) >= 1 << 20
+
+
+def covered_range(values: Iterable[torch.Tensor]) -> tuple[int, int] | None:
+    """The first byte, and one past the last, that views of one storage cover of it; None where a size has no hint."""
+    starts, ends = [], []
+    for value in values:
+        size, offset = extent_bytes(value), hint(value.storage_offset())
+        if size is None or offset is None:
+            return None
+        starts.append(offset * value.element_size())
+        ends.append(starts[-1] + size)
+    return min(starts), max(ends)
+
+
+def element_bytes(value: torch.Tensor) -> int:
+    """Bytes of its elements, expanded ones too; 0 where a size has no hint."""
+    shape = shape_of(value)
+    return math.prod(shape) * value.element_size() if shape is not None else 0
+
+
+def storage_bytes(value: torch.Tensor) -> int:
+    """Bytes of the allocation that a value lies in; 0 where a size has no hint."""
+    if value.layout is not torch.strided:
+        return element_bytes(value)
+    return max(hint(value.untyped_storage().nbytes()) or 0, extent_bytes(value) or 0)
 
 
 def lies_otherwise(node: fx.Node) -> bool:

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator
 from fxoffload.plan_report.exposed import Exposed, in_ms, places_of
 from fxoffload.plan_report.facts import GraphFacts, StepFacts
 from fxoffload.plan_report.plan import Plan
-from fxoffload.plan_report.table import describe_mask
-from fxoffload.planner.plan import FrontierPoint
+from fxoffload.plan_report.table import counted, describe_mask
 from fxoffload.sizes import format_bytes
 
 # Waits below this part of a step, and differences below this part of a prediction, are not worth a word.
@@ -57,7 +56,7 @@ def on_full_link(plan: Plan) -> Iterator[str]:
 def _with_a_faster_plan(plan: Plan) -> Iterator[str]:
     now = plan.activation_budget or plan.predicted.peak_bytes
     step_ms = plan.predicted.step_ms
-    faster = [p for p in _frontier(plan) if p.budget_bytes > now and p.step_ms < step_ms * (1 - _FASTER)]
+    faster = [p for p in plan.frontier if p.budget_bytes > now and p.step_ms < step_ms * (1 - _FASTER)]
     faster = [p for p in faster if _is_seen(p.step_ms, step_ms)]
     if faster:
         p, verb = faster[0], "raise the budget to" if plan.activation_budget else "take a budget of"
@@ -107,7 +106,7 @@ def on_less_memory(plan: Plan) -> Iterator[str]:
     if plan.activation_budget is not None or not plan.baseline.step_ms or (is_part and plan.calibrated is None):
         return
     now = (plan.calibrated if is_part and plan.calibrated is not None else plan.predicted).peak_bytes
-    frontier = () if is_part else _frontier(plan)  # of the graph alone
+    frontier = () if is_part else plan.frontier  # of the graph alone
     less = [p for p in frontier if p.budget_bytes < now and format_bytes(p.budget_bytes) != format_bytes(now)]
     if less:
         p = less[-1]
@@ -166,9 +165,9 @@ def on_counters(facts: StepFacts) -> Iterator[str]:
     """Calls and bytes that were left out since the last ``reset_stats``, by reason."""
     stats = facts.stats
     for reason, count in stats.calls_uncompiled.items():
-        yield f"{_calls(count)} ran uncompiled and offloaded nothing: {reason}. TORCH_LOGS=recompiles says why"
+        yield f"{counted(count, 'call')} ran uncompiled and offloaded nothing: {reason}. TORCH_LOGS=recompiles says why"
     for reason, count in stats.calls_kept.items():
-        yield f"{_calls(count)} kept everything: {reason}"
+        yield f"{counted(count, 'call')} kept everything: {reason}"
     for reason, count in facts.plain.items():
         graphs = "1 graph is" if count == 1 else f"{count} graphs are"
         yield f"{graphs} plain Inductor's and keep{'s' * (count == 1)} everything: {reason}"
@@ -181,14 +180,6 @@ def on_counters(facts: StepFacts) -> Iterator[str]:
         yield f"{misses} reloads began only when they were needed; 0 once steps are alike"
 
 
-def _calls(count: int) -> str:
-    return "1 call" if count == 1 else f"{count} calls"
-
-
 def _is_seen(ms: float, other_ms: float) -> bool:
     """Whether two times differ as they are printed."""
     return f"{ms:.1f}" != f"{other_ms:.1f}"
-
-
-def _frontier(plan: Plan) -> list[FrontierPoint]:
-    return sorted(plan.frontier, key=lambda p: p.budget_bytes)

@@ -27,12 +27,11 @@ class Points:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of text. ``align``: "left" or "right", by column. ``title``: a line above it, or ""."""
+    """A table of text. ``align``: "left" or "right", by column."""
 
     headers: tuple[str, ...]
     rows: Sequence[Sequence[str]]
     align: tuple[str, ...]
-    title: str = ""
 
 
 Block: TypeAlias = Lines | Points | Table
@@ -55,8 +54,7 @@ def _text(block: Block) -> str:
     if isinstance(block, Points):
         return "\n".join((block.title, *(f"- {item}" for item in block.items)))
     # Without number parsing, or 12.30 would become 12.3.
-    table = tabulate(block.rows, block.headers, disable_numparse=True, colalign=block.align)
-    return f"{block.title}\n\n{table}" if block.title else table
+    return tabulate(block.rows, block.headers, disable_numparse=True, colalign=block.align)
 
 
 def _html(block: Block) -> str:
@@ -66,5 +64,4 @@ def _html(block: Block) -> str:
         items = "".join(f"<li>{html.escape(item)}</li>" for item in block.items)
         return f"<p>{html.escape(block.title)}</p><ul>{items}</ul>"
     # tabulate escapes cells of this format.
-    table = tabulate(block.rows, block.headers, tablefmt="html", disable_numparse=True, colalign=block.align)
-    return f"<p>{html.escape(block.title)}</p>{table}" if block.title else str(table)
+    return str(tabulate(block.rows, block.headers, tablefmt="html", disable_numparse=True, colalign=block.align))

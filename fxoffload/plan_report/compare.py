@@ -141,13 +141,12 @@ def _differences(position: int, plans: Sequence[Plan]) -> list[Difference]:
             first = next(rank for rank, of_rank in enumerate(entries) if key in of_rank)
             entry = entries[first][key]
             found.setdefault((first, entry.row, actions), []).append((key.layer, entry))
-    return [_difference(position, same, actions) for (_, _, actions), same in found.items()]
-
-
-def _difference(position: int, same: Sequence[tuple[str, _PairEntry]], actions: tuple[str, ...]) -> Difference:
-    entry = same[0][1]
-    layers = tuple(layer for layer, _ in same if layer)
-    return Difference(position, layers, entry.name, entry.decision.producer, entry.decision.nbytes, actions)
+    differences = []
+    for (_, _, actions), same in found.items():
+        layers, (_, entry) = tuple(layer for layer, _ in same if layer), same[0]
+        decision = entry.decision
+        differences.append(Difference(position, layers, entry.name, decision.producer, decision.nbytes, actions))
+    return differences
 
 
 def _entries(plan: Plan, named: bool) -> Iterator[tuple[_Key, _PairEntry]]:

@@ -12,7 +12,7 @@ from fxoffload.plan_report.exposed import Exposed
 from fxoffload.plan_report.facts import GraphFacts, StepFacts
 from fxoffload.plan_report.modules import near, values_of
 from fxoffload.plan_report.plan import Plan
-from fxoffload.plan_report.table import basis, costs, decisions, describe, describe_mask, totals
+from fxoffload.plan_report.table import basis, costs, counted, decisions, describe, describe_mask, totals
 from fxoffload.planner.plan import Decision, why_not_measured
 from fxoffload.sizes import format_bytes
 
@@ -88,7 +88,7 @@ def _check(facts: StepFacts) -> None:
         return
     plain = "; ".join(f"{count} compiled as plain Inductor does: {reason}" for reason, count in facts.plain.items())
     uncompiled = facts.stats.calls_uncompiled.items()
-    calls = "; ".join(f"{_count(count, 'call')} ran uncompiled: {reason}" for reason, count in uncompiled)
+    calls = "; ".join(f"{counted(count, 'call')} ran uncompiled: {reason}" for reason, count in uncompiled)
     found = "; ".join(text for text in (plain, calls) if text) or "nothing that was compiled and called with gradients"
     raise NoPlanError(
         f"expected a step of a model compiled with fxoffload, found none to explain: {found}. Run one step first, with "
@@ -106,17 +106,17 @@ def _summary(facts: StepFacts) -> Lines:
     uncompiled = sum(stats.calls_uncompiled.values())
     return Lines(
         (
-            f"{_count(len(facts.plans), 'plan')}, {_count(num_graphs, 'graph')} compiled to offload, "
-            f"{_count(sum(facts.plain.values()), 'graph')} plain Inductor's without a plan",
+            f"{counted(len(facts.plans), 'plan')}, {counted(num_graphs, 'graph')} compiled to offload, "
+            f"{counted(sum(facts.plain.values()), 'graph')} plain Inductor's without a plan",
             f"since the last reset_stats(): {format_bytes(stats.bytes_offloaded)} offloaded, compute waited "
-            f"{stats.exposed_copy_ms:.1f} ms for copies, {_count(uncompiled, 'call')} ran uncompiled",
+            f"{stats.exposed_copy_ms:.1f} ms for copies, {counted(uncompiled, 'call')} ran uncompiled",
         )
     )
 
 
 def _of_plan(plan: Plan, graphs: list[GraphFacts]) -> list[Block]:
     lines = [describe(plan), plan.summary, basis(plan)]
-    if not any(d.action in ("offload", "recompute") for d in plan.decisions):
+    if not _changes_any(plan.decisions):
         lines.append("it keeps everything, as plain Inductor does")
     lines += [f"it {text}" for graph in graphs for text in _of_returns(graph)]
     lines += [f"it keeps everything: {graph.keeps}" for graph in graphs if graph.keeps]
@@ -159,10 +159,6 @@ def _of_returns(graph: GraphFacts) -> Iterator[str]:
     yield f"returns {format_bytes(graph.logits_bytes)} beside its loss, the largest {largest.label}"
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
-
-
 # -- one module --------------------------------------------------------------------------------------------------------
 
 
@@ -174,11 +170,10 @@ def _of_module(facts: StepFacts, module: str) -> Explanation:
     blocks: list[Block] = []
     for plan, some in found:
         layers = {layer for d in some for layer in d.layers}
-        blocks += [
-            Lines((f"{module} in {describe(plan)}",)),
-            decisions(plan, some),
-            Lines((totals(plan, some), *_waits_of(plan, layers), *_reasons(some))),
-        ]
+        lines = [totals(plan, some), *_waits_of(plan, layers)]
+        if not _changes_any(some):
+            lines.append("nothing of it moves or is recomputed")
+        blocks += [Lines((f"{module} in {describe(plan)}",)), decisions(plan, some), Lines(tuple(lines))]
     return Explanation((), tuple(blocks))
 
 
@@ -192,6 +187,5 @@ def _waits_of(plan: Plan, layers: Iterable[str]) -> Iterator[str]:
         yield f"in its layers compute waits {ms:.2g} of {exposed.step_ms:.1f} ms for copies ({exposed.source})"
 
 
-def _reasons(some: Iterable[Decision]) -> Iterator[str]:
-    if not any(d.action in ("offload", "recompute") for d in some):
-        yield "nothing of it moves or is recomputed"
+def _changes_any(some: Iterable[Decision]) -> bool:
+    return any(d.action in ("offload", "recompute") for d in some)

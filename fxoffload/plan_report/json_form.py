@@ -17,8 +17,6 @@ from collections.abc import Collection, Mapping
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
-from fxoffload.files import replace_file as replace_file
-
 T = TypeVar("T")
 
 # Of the JSON form of a plan. Every change of a field is another version. Text of a version that is not here is refused.

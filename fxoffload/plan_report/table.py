@@ -87,6 +87,11 @@ class RowUnit(NamedTuple):
         return f"{self.show(nbytes)} {self.name}"
 
 
+def counted(number: int, what: str) -> str:
+    """ "1 call", "2 calls"."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 def number_ranges(numbers: Iterable[int]) -> str:
     """Numbers in order, with runs as one: "0-3, 7"."""
     runs: list[tuple[int, int]] = []

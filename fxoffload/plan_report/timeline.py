@@ -14,7 +14,6 @@ from fxoffload.planner.simulate import Boundary, SimEvent, Simulation
 from fxoffload.step.segment_names import in_words, lies_between
 
 _TRACKS = {"compute": "compute", "d2h": "D2H", "h2d": "H2D"}
-_COUNTER = "bytes on device"
 _SIMULATED, _MEASURED = 0, 1  # processes
 
 _TraceEvent = dict[str, Any]
@@ -37,10 +36,7 @@ def to_chrome_trace(simulation: Simulation, measured: MeasuredStep | None = None
         bar = _bar(_SIMULATED, numbers[event.track], name, event.begin_ms, event.end_ms, arguments)
         events.append(bar | {"cat": _TRACKS[event.track]})
     events += _arrows(simulation.events, numbers)
-    for b in boundaries:
-        events.append(_count(_SIMULATED, b.begin_ms, b.live_bytes))
-        events.append(_count(_SIMULATED, (b.begin_ms + b.end_ms) / 2, b.peak_bytes))
-        events.append(_count(_SIMULATED, b.end_ms, b.after_bytes))
+    events += _counts(_SIMULATED, boundaries)
     if measured is not None:
         events += _measured(measured)
     return {"displayTimeUnit": "ms", "traceEvents": events}
@@ -84,14 +80,7 @@ def _measured(step: MeasuredStep) -> Iterator[_TraceEvent]:
     for begin, end, s in step.stands_still():
         side = "behind" if s.phase == "forward" else "before"
         yield _bar(_MEASURED, 0, f"wait {side} {s.phase} {s.place}", begin, end, {})
-    for s in step.segments:
-        for at, nbytes in (
-            (s.begin_ms, s.live_bytes),
-            ((s.begin_ms + s.end_ms) / 2, s.peak_bytes),
-            (s.end_ms, s.after_bytes),
-        ):
-            if nbytes is not None:
-                yield _count(_MEASURED, at, nbytes)
+    yield from _counts(_MEASURED, step.segments)
 
 
 def _process(process: int, title: str, tracks: tuple[str, ...]) -> Iterator[_TraceEvent]:
@@ -117,5 +106,11 @@ def _named(what: str, process: int, number: int, name: str) -> _TraceEvent:
     return {"ph": "M", "name": what, "pid": process, "tid": number, "args": {"name": name}}
 
 
-def _count(process: int, at_ms: float, nbytes: int) -> _TraceEvent:
-    return {"ph": "C", "name": _COUNTER, "pid": process, "tid": 0, "ts": at_ms * 1e3, "args": {"bytes": nbytes}}
+def _counts(process: int, segments: Sequence[Boundary] | Sequence[MeasuredSegment]) -> Iterator[_TraceEvent]:
+    """Bytes when each begins, inside it and when it ends, as far as they are known."""
+    for s in segments:
+        middle = (s.begin_ms + s.end_ms) / 2
+        for at, nbytes in ((s.begin_ms, s.live_bytes), (middle, s.peak_bytes), (s.end_ms, s.after_bytes)):
+            if nbytes is not None:
+                counter = {"ph": "C", "name": "bytes on device", "pid": process, "tid": 0}
+                yield counter | {"ts": at * 1e3, "args": {"bytes": nbytes}}

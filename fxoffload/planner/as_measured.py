@@ -20,18 +20,12 @@ def measured_step(
     """``step`` with measurements of its segments; the rest stays as estimated."""
 
     def known(phase: Phase, segments: tuple[SegmentStep, ...]) -> tuple[SegmentStep, ...]:
-        times = ms.get(phase, {})
-        sizes = (temp_bytes or {}).get(phase, {})
+        times, sizes = ms.get(phase, {}), (temp_bytes or {}).get(phase, {})
         found = []
         for segment in segments:
             size = sizes.get(segment.name)
-            found.append(
-                replace(
-                    segment,
-                    ms=times.get(segment.name, segment.ms),
-                    temp_bytes=segment.temp_bytes if size is None else max(size, 0),
-                )
-            )
+            nbytes = segment.temp_bytes if size is None else max(size, 0)
+            found.append(replace(segment, ms=times.get(segment.name, segment.ms), temp_bytes=nbytes))
         return tuple(found)
 
     return replace(step, forward=known("forward", step.forward), backward=known("backward", step.backward))

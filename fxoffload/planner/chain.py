@@ -335,7 +335,6 @@ class _ChainBuilder:
     # -- the step ------------------------------------------------------------------------------------------------------
 
     def build(self) -> Chain:
-        """The chain."""
         forward: list[SegmentStep] = []
         backward: list[SegmentStep] = []
         takes: list[Take] = []
@@ -351,24 +350,22 @@ class _ChainBuilder:
                 backward.append(SegmentStep(entry_of("backward", k), is_outside=True))
             backward.extend(self._named(k, s) for s in step.backward)
             for take in self._takes(k):
-                name = self.names[k, take.storage]
-                if self.place.get(name) == (k, take.storage):
+                if (name := self._decided_by(k, take.storage)) is not None:
                     is_returned = take.last_reader >= len(step.backward)
                     takes.append(Take(name, offset + take.before, end if is_returned else offset + take.last_reader))
+        candidates = tuple(
+            tuple(self._decided_by(k, c.name) for c in call.candidates) for k, call in enumerate(self.calls)
+        )
+        # In the order of their calls, and there as the call has them: so they are copied.
+        first = (self.made[name] for names in candidates for name in names if name is not None)
         step = TrainingStep(
-            storages=tuple(self._in_order()),
+            storages=(*first, *(s for s in self.made.values() if s.name not in self.place)),
             forward=tuple(_with(forward, self.down_reads, self.down_writes)),
             backward=tuple(_with(backward, self.up_reads, self.up_writes)),
             takes=tuple(takes),
             releases=tuple(releases),
             runs=self._runs(),
             no_zeros=frozenset(self.names[k, name] for k, step in enumerate(self.calls) for name in step.no_zeros),
-        )
-        candidates = tuple(
-            tuple(
-                name if self.place.get(name := self.names[k, c.name]) == (k, c.name) else None for c in call.candidates
-            )
-            for k, call in enumerate(self.calls)
         )
         sizes = tuple((len(s.forward), len(s.backward)) for s in self.calls)
         return Chain(step, tuple(self.forward[:-1]), tuple(self.backward), candidates, sizes, order=self.order)
@@ -383,14 +380,10 @@ class _ChainBuilder:
             for forwards, backwards in (() if self.order is None else self.order.runs)
         )
 
-    def _in_order(self) -> Iterable[StorageInfo]:
-        """Candidates first, in the order of their calls and there as the call has them: so they are copied."""
-        for k, call in enumerate(self.calls):
-            for c in call.candidates:
-                name = self.names[k, c.name]
-                if self.place.get(name) == (k, c.name):
-                    yield self.made[name]
-        yield from (s for s in self.made.values() if s.name not in self.place)
+    def _decided_by(self, call: int, own: str) -> str | None:
+        """The name in the chain of a candidate of a call; None where it is no candidate there, or another call's."""
+        name = self.names[call, own]
+        return name if self.place.get(name) == (call, own) else None
 
     def _named(self, call: int, segment: SegmentStep) -> SegmentStep:
         def names(own: Iterable[str]) -> tuple[str, ...]:

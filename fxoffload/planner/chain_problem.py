@@ -17,6 +17,7 @@ from fxoffload.planner.chain import Chain
 from fxoffload.planner.formulate import other_bytes, problem_of, storages_of
 from fxoffload.planner.problem import LayerVariant, Problem, ProblemLayer, ProblemStorage
 from fxoffload.planner.rates import ProfileRates
+from fxoffload.step.readings import PHASES
 
 
 def chain_problem(
@@ -78,10 +79,7 @@ class _Layout:
     @staticmethod
     def _ms(chain: Chain, call: int) -> float:
         """Time of the call's segments, both ways."""
-        forward, backward = chain.sizes[call]
-        down, up = chain.forward[call] + 1, chain.backward[call]
-        segments = (*chain.step.forward[down : down + forward], *chain.step.backward[up : up + backward])
-        return sum(s.ms for s in segments)
+        return sum(s.ms for phase in PHASES for s in chain.segments_of_calls(phase)[call])
 
     def _most_bytes(self, call: int, onto: int) -> int:
         """The most that is no candidate in the segments that a place of the first layout stands for."""
@@ -108,7 +106,7 @@ class _Layout:
             return at
         call = bisect_right(self._chain.forward, at) - 1
         offset, count = at - self._chain.forward[call], self._chain.sizes[call][0]
-        return self._onto.forward[call] + _up(offset * self._onto.sizes[call][0], count)
+        return self._onto.forward[call] - (-offset * self._onto.sizes[call][0] // count)
 
     def _needed(self, at: int) -> int:
         """The beginning of a backward segment."""
@@ -124,7 +122,7 @@ class _Layout:
         if call < 0:
             return len(self._onto.step.backward)
         size = self._onto.sizes[call][1]
-        return self._onto.backward[call] + (size if offset >= count else _up((offset + 1) * size, count) - 1)
+        return self._onto.backward[call] + (size if offset >= count else -(-(offset + 1) * size // count) - 1)
 
     def _backward(self, at: int) -> tuple[int, int, int]:
         """Call, offset in it, and how many segments it has; the entry of the next call follows them. Call -1: the
@@ -133,8 +131,3 @@ class _Layout:
             return -1, 0, 1
         first, call = self._backwards[bisect_right(self._backwards, (at, len(self._backwards))) - 1]
         return call, at - first, self._chain.sizes[call][1]
-
-
-def _up(a: int, b: int) -> int:
-    """``a / b``, rounded up."""
-    return -(-a // b)

@@ -34,14 +34,10 @@ def extra_memory_when_calls_begin(
     """
     if not live_bytes:
         return NO_EXTRA_MEMORY
-    known: dict[CallAt, int] = {}
     entries = _entries(chain, graphs)
-    for call in range(len(chain.sizes)):
-        # Compare with the memory after the entry, or after the turn. There the caller's inputs for the call exist, no
-        # reload has begun, and copies to the host have ended and freed their sources.
-        for phase in PHASES:
-            known[phase, call] = entries[phase, call].after_bytes
-    found = {at: max(nbytes - known[at], 0) for at, nbytes in live_bytes.items()}
+    # Compare with the memory after the entry, or after the turn. There the caller's inputs for the call exist, no
+    # reload has begun, and copies to the host have ended and freed their sources.
+    found = {at: max(nbytes - entries[at].after_bytes, 0) for at, nbytes in live_bytes.items()}
     gaps = []
     for (phase, call), nbytes in gap_bytes.items():
         more = nbytes + found.get((phase, call), 0)
@@ -57,11 +53,9 @@ def extra_memory_when_calls_begin(
 
 def _entries(chain: Chain, graphs: Simulation) -> dict[CallAt, Boundary]:
     """The empty segment before each call."""
-    found = {(b.phase, b.segment): b for b in graphs.boundaries if lies_between(b.segment)}
-    turn = ("forward", TURN)
+    found = {b.segment: b for b in graphs.boundaries if lies_between(b.segment)}  # no two of them have one name
     calls: list[CallAt] = [(phase, call) for phase in PHASES for call in range(len(chain.sizes))]
-    names = {at: chain.gap_before(at) for at in calls}
-    return {at: found[turn if name == TURN else (at[0], name)] for at, name in names.items()}
+    return {at: found[chain.gap_before(at)] for at in calls}
 
 
 def raised(extra_memory: ExtraMemory, nbytes: int, num_calls: int) -> ExtraMemory:
@@ -137,17 +131,17 @@ def extra_memory_of_segments(
     known = max([known, *readings.gap_peaks().values()])
     rest = max((readings.peak_bytes() or 0) - known, 0)
     calls = tuple(tuple(n + rest for n in found[phase]) for phase in PHASES)
-    return ExtraMemory(calls, tuple((name, nbytes) for (_, name), nbytes in gaps.items() if nbytes))
+    return ExtraMemory(calls, tuple((name, nbytes) for name, nbytes in gaps.items() if nbytes))
 
 
-def _gaps(boundaries: Sequence[Boundary], readings: Readings, before: Mapping[str, int]) -> dict[tuple[str, str], int]:
+def _gaps(boundaries: Sequence[Boundary], readings: Readings, before: Mapping[str, int]) -> dict[str, int]:
     """Memory allocated between calls above the chain's own, measured now or ``before``.
 
     Calls are mostly alike. Where the peak of the process hid the memory between two of them, it counts as much as
     between others of the phase, unless that is above the bound for the whole step.
     """
     peaks, bounds = readings.gap_peaks(), readings.peak_bounds_bytes()
-    found: dict[tuple[str, str], int] = {}
+    found: dict[str, int] = {}
     for phase in PHASES:
         empty = [b for b in boundaries if b.phase == phase and lies_between(b.segment)]
         known = {b.segment: max(peaks[b.segment] - b.live_bytes, 0) for b in empty if b.segment in peaks}
@@ -155,5 +149,5 @@ def _gaps(boundaries: Sequence[Boundary], readings: Readings, before: Mapping[st
         for b in empty:
             most = usual if bounds is None else min(usual, max(bounds[1] - b.live_bytes, 0))
             hidden = 0 if b.segment == TURN else most
-            found[phase, b.segment] = known.get(b.segment, before.get(b.segment, hidden))
+            found[b.segment] = known.get(b.segment, before.get(b.segment, hidden))
     return found

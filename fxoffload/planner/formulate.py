@@ -14,17 +14,12 @@ def storages_of(step: TrainingStep, fixed: Mapping[str, bool] | None = None) -> 
     """The storages of the candidates. ``fixed``: name -> True where it must be offloaded, False where it must stay."""
     program = program_of(step)
     c = program.candidates
-    made = {w: i for i, s in reversed(list(enumerate(step.forward))) for w in s.writes}
     copied = {i: at - 1 for at, ops in enumerate(program.offloads) for op in ops for i in op}
-    first = {}
-    for at, takes in enumerate(program.takes):
-        for i, _ in takes:
-            first.setdefault(i, at)
     storages = []
     for i, name in enumerate(c.names):
         if not c.held_bytes[i] and not c.moved_bytes[i]:
             continue
-        made_at = -1 if c.is_input[i] else made.get(name, -1)
+        made_at = c.made_at[i]
         storages.append(
             ProblemStorage(
                 name,
@@ -33,7 +28,7 @@ def storages_of(step: TrainingStep, fixed: Mapping[str, bool] | None = None) -> 
                 made_at=made_at,
                 copy_after=copied.get(i, made_at),
                 freed_after=max(c.last_read_forward[i], made_at),
-                needed_at=first.get(i, len(step.backward)),
+                needed_at=program.first_take[i],
                 dies_at=c.last_read_backward[i],
                 fixed=(fixed or {}).get(name),
             )

@@ -48,8 +48,7 @@ class Link:
 
     def __init__(self, rates: CopyRates) -> None:
         self.rates = rates
-        self._down_ms: dict[int, float] = {}
-        self._up_ms: dict[int, float] = {}
+        self._known_ms: dict[tuple[int, Direction], float] = {}
         self._down_bytes: list[int] = []
         self._down_begin: list[float] = []
         self._down_end: list[float] = []
@@ -59,15 +58,16 @@ class Link:
         self._lag = 0.0
         self.ups: list[tuple[float, float]] = []
 
+    def _alone_ms(self, nbytes: int, direction: Direction) -> float:
+        known = self._known_ms.get((nbytes, direction))
+        if known is None:
+            known = self._known_ms[nbytes, direction] = self.rates.copy_ms(nbytes, direction, False)
+        return known
+
     def down(self, nbytes: int, ready_ms: float) -> int:
         """Ask for a copy to the host. Returns its number."""
-        duration = self._down_ms.get(nbytes)
-        if duration is None:
-            duration = self._down_ms[nbytes] = self.rates.copy_ms(nbytes, "d2h", False)
-        begin = self._down_free
-        if begin < ready_ms:
-            begin = ready_ms
-        end = self._down_free = begin + duration
+        begin = max(self._down_free, ready_ms)
+        end = self._down_free = begin + self._alone_ms(nbytes, "d2h")
         self._down_bytes.append(nbytes)
         self._down_begin.append(begin)
         self._down_end.append(end)
@@ -79,12 +79,7 @@ class Link:
 
     def up(self, nbytes: int, ready_ms: float) -> float:
         """Ask for a copy to the device. Returns when it ends."""
-        duration = self._up_ms.get(nbytes)
-        if duration is None:
-            duration = self._up_ms[nbytes] = self.rates.copy_ms(nbytes, "h2d", False)
-        begin = self._up_free
-        if begin < ready_ms:
-            begin = ready_ms
+        begin, duration = max(self._up_free, ready_ms), self._alone_ms(nbytes, "h2d")
         if begin >= self._down_free + self._lag:
             end = begin + duration
         else:
@@ -103,7 +98,7 @@ class Link:
             down_end = self._down_end[self._open] + self._lag
             if down_end > now:
                 size = self._down_bytes[self._open]
-                stretch = self.rates.copy_ms(size, "d2h", True) / self._down_ms[size]
+                stretch = self.rates.copy_ms(size, "d2h", True) / self._alone_ms(size, "d2h")
                 until_down, until_up = (down_end - now) * stretch, left * duplex_ms
                 step = min(until_down, until_up)
                 now += step

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from fxoffload.step.readings import PHASES, Phase, Readings, Sample
+from fxoffload.step.readings import PHASES, Phase, Readings
 from fxoffload.step.segment_names import place_of
 
 
@@ -94,31 +94,18 @@ def measured_step_of(readings: Readings, layers: Mapping[tuple[Phase, str], str]
     peaks, forward_ms = readings.segment_peaks(), found[0].phase_ms
     segments: list[MeasuredSegment] = []
     for phase, sample, begins_ms in zip(PHASES, found, (0.0, forward_ms), strict=True):
-        segments += _segments_of(phase, sample, begins_ms, peaks.get(phase, {}), layers)
-    return MeasuredStep(tuple(segments), forward_ms, forward_ms + found[1].phase_ms)
-
-
-def _segments_of(
-    phase: Phase,
-    sample: Sample,
-    begins_ms: float,
-    peaks: Mapping[str, int | None],
-    layers: Mapping[tuple[Phase, str], str],
-) -> list[MeasuredSegment]:
-    found = []
-    for name, at in sample.begin_ms.items():
-        live, after, peak = sample.live_before.get(name), sample.live_after.get(name), peaks.get(name)
-        begin = begins_ms + at
-        found.append(
-            MeasuredSegment(
-                phase,
-                name,
-                layers.get((phase, name), ""),
-                begin,
-                begin + sample.segment_ms[name],
-                live,
-                peak if peak is not None else sample.gap_peaks.get(name),
-                after,
+        for name, at in sorted(sample.begin_ms.items(), key=lambda item: item[1]):
+            begin, peak = begins_ms + at, peaks.get(phase, {}).get(name)
+            segments.append(
+                MeasuredSegment(
+                    phase,
+                    name,
+                    layers.get((phase, name), ""),
+                    begin,
+                    begin + sample.segment_ms[name],
+                    sample.live_before.get(name),
+                    sample.gap_peaks.get(name) if peak is None else peak,
+                    sample.live_after.get(name),
+                )
             )
-        )
-    return sorted(found, key=lambda s: s.begin_ms)
+    return MeasuredStep(tuple(segments), forward_ms, forward_ms + found[1].phase_ms)

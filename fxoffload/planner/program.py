@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -24,7 +23,7 @@ class Candidates:
         labels: what a person calls them; the names where there is nothing better.
         moved_bytes: bytes that a copy moves.
         held_bytes: bytes of the step that the storage takes; 0 for the caller's memory.
-        is_input: as in ``StorageInfo``.
+        made_at: the forward segment that allocates it, -1 if it exists before.
         is_callers: whether the caller holds it too, so that it is never taken back.
         rank: place in the order of reloads.
         last_read_forward: the last forward segment that reads it or through which the caller holds it, -1 for none.
@@ -36,7 +35,7 @@ class Candidates:
     labels: tuple[str, ...]
     moved_bytes: list[int]
     held_bytes: list[int]
-    is_input: list[bool]
+    made_at: list[int]
     is_callers: list[bool]
     rank: list[int]
     last_read_forward: list[int]
@@ -170,42 +169,44 @@ class _ProgramBuilder:
 
     def build(self) -> Program:
         due = {c.name: self._due(c) for c in self.all}
+        takes: list[list[tuple[int, int]]] = [[] for _ in range(self.num_backward + 1)]
+        first_take = [self.num_backward] * len(self.all)
+        number = {c.name: i for i, c in enumerate(self.all)}
+        for take in self.takes:
+            i = number[take.storage]
+            takes[take.before].append((i, take.last_reader))
+            first_take[i] = min(first_take[i], take.before)
+
+        def op_of(i: int) -> tuple[int, bool]:
+            """One op copies all that is due after a segment; the caller's storages have one of their own, the first."""
+            return due[self.all[i].name], not self.all[i].is_input
+
+        order = sorted(range(len(self.all)), key=op_of)
+        candidates = self._candidates(order, first_take)
         offloads: list[list[list[int]]] = [[] for _ in range(self.num_forward + 1)]
         releases = [False] * (self.num_forward + 1)
         awaited: list[list[int]] = [[] for _ in range(self.num_forward + 1)]
-        for at in range(-1, self.num_forward):
-            for is_input in (True, False):
-                op = [i for i, c in enumerate(self.all) if due[c.name] == at and c.is_input is is_input]
-                if not op:
-                    continue
-                offloads[at + 1].append(op)
-                last = max(self.down.last_read.get(self.all[i].name, at) for i in op)
-                releases[max(at, last) + 1] = True
-                for i in op:
+        for (at, _), group in itertools.groupby(order, key=op_of):
+            op = list(group)
+            if kept := [i for i in op if self.all[i].name not in self.unread]:
+                offloads[at + 1].append(kept)
+            last = max(self.down.last_read.get(self.all[i].name, at) for i in op)
+            releases[max(at, last) + 1] = True
+            for i in op:
+                if candidates.is_callers[i]:
                     until = self.all[i].caller_until
-                    if (is_input or until is not None) and not self.all[i].watched:
-                        awaited[self.num_forward if until is None else until + 1].append(i)
+                    awaited[self.num_forward if until is None else until + 1].append(i)
         if self.step.releases is not None:
             releases = [i - 1 in self.step.releases for i in range(self.num_forward + 1)]
-        unread = {i for i, c in enumerate(self.all) if c.name in self.unread}
-        offloads = [[kept for op in ops if (kept := [i for i in op if i not in unread])] for ops in offloads]
         made = [0] * self.num_forward
-        for c in self.all:
-            if c.name not in self.unread and not c.is_input:
-                made[self.down.first_write[c.name]] += c.nbytes
+        for c, nbytes in zip(self.all, candidates.held_bytes, strict=True):
+            if nbytes:
+                made[self.down.first_write[c.name]] += nbytes
         before, after = self._sums(self._fixed_lives(due))
         gradients_before, gradients_after = self._sums(self._gradient_lives())
-        number = {c.name: i for i, c in enumerate(self.all)}
-        takes: list[list[tuple[int, int]]] = [[] for _ in range(self.num_backward + 1)]
-        for take in self.takes:
-            takes[take.before].append((number[take.storage], take.last_reader))
-        first_take = [self.num_backward] * len(self.all)
-        for at in range(self.num_backward - 1, -1, -1):
-            for i, _ in takes[at]:
-                first_take[i] = at
         is_gap = [lies_between(s.name) for s in self.step.backward]
         return Program(
-            self._candidates(),
+            candidates,
             before,
             after,
             gradients_before,
@@ -240,20 +241,18 @@ class _ProgramBuilder:
             return storage.copied_after
         return self.down.last_write.get(storage.name, -1)
 
-    def _candidates(self) -> Candidates:
-        first_take: dict[str, int] = {}
+    def _candidates(self, order: list[int], first_take: list[int]) -> Candidates:
+        """``order``: that of their copies to the host."""
         dies: dict[str, int] = dict(self.up.last_read)
         for take in self.takes:
-            first_take[take.storage] = min(first_take.get(take.storage, take.before), take.before)
             dies[take.storage] = max(dies.get(take.storage, -1), take.last_reader)
-        rank = [first_take.get(c.name, self.num_backward) if c.rank is None else c.rank for c in self.all]
-        copied = [i for ops in self._copy_order() for i in ops]
+        rank = [first if c.rank is None else c.rank for c, first in zip(self.all, first_take, strict=True)]
         return Candidates(
             names=tuple(c.name for c in self.all),
             labels=tuple(c.label or c.name for c in self.all),
             moved_bytes=[0 if c.name in self.unread else c.moved_bytes or 0 for c in self.all],
             held_bytes=[0 if c.is_input or c.name in self.unread else c.nbytes for c in self.all],
-            is_input=[c.is_input for c in self.all],
+            made_at=[-1 if c.is_input else self.down.first_write.get(c.name, -1) for c in self.all],
             is_callers=[(c.is_input or c.caller_until is not None) and not c.watched for c in self.all],
             rank=rank,
             last_read_forward=[
@@ -261,14 +260,8 @@ class _ProgramBuilder:
                 for c in self.all
             ],
             last_read_backward=[dies.get(c.name, self.num_backward) for c in self.all],
-            need_order=sorted(copied, key=lambda i: rank[i]),
+            need_order=sorted(order, key=lambda i: rank[i]),
         )
-
-    def _copy_order(self) -> Iterable[list[int]]:
-        order: dict[tuple[int, bool], list[int]] = defaultdict(list)
-        for i, c in enumerate(self.all):
-            order[self._due(c), not c.is_input].append(i)
-        return [order[key] for key in sorted(order)]
 
     # -- bytes that no decision changes --------------------------------------------------------------------------------
 

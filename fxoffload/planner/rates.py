@@ -30,16 +30,14 @@ _STAND_INS = {"float64": ("float32", 2.0), "float8": ("bfloat16", 0.5)}
 
 @dataclass(frozen=True)
 class ProfileRates:
-    """Rates of ``fxoffload.analysis.estimate_costs`` and copies of ``fxoffload.planner``, from a profile.
+    """``Rates`` of ``fxoffload.analysis.estimate_costs`` and ``CopyRates``, from a profile.
 
-    ``link``: the parts of the profile's rates that copies reach, to the host and back. ``assumed``: dtypes that the
-    profile has no rate for -> the dtype whose rate stands in. ``op_times``: measured milliseconds of operators, by
-    ``op_key``.
+    ``link``: the parts of the profile's rates that copies reach, to the host and back. ``op_times``: measured
+    milliseconds of operators, by ``op_key``.
     """
 
     profile: MachineProfile
     link: tuple[float, float] = (1.0, 1.0)
-    assumed: dict[str, str] = field(default_factory=dict, compare=False)
     op_times: Mapping[str, float] = field(default_factory=dict, compare=False)
 
     @property
@@ -48,12 +46,10 @@ class ProfileRates:
         return self.profile.kernel_floor_us
 
     def op_ms(self, node: fx.Node) -> float | None:
-        """Measured time of an operator; None where there is none."""
         key = op_key(node) if self.op_times else None
         return None if key is None else self.op_times.get(key)
 
     def matmul_ms(self, flops: float, dtype: torch.dtype) -> float:
-        """Time of a matrix product or convolution."""
         try:
             return self.profile.matmul_ms(flops, dtype)
         except OptionsError:
@@ -68,7 +64,6 @@ class ProfileRates:
         return self.matmul_ms(flops, dtype)
 
     def attention_ms(self, flops: float, dtype: torch.dtype, backward: bool) -> float:
-        """Time of an attention kernel."""
         try:
             return self.profile.attention_ms(flops, dtype, backward)
         except OptionsError:
@@ -76,11 +71,9 @@ class ProfileRates:
             return factor * self.profile.attention_ms(flops, name, backward)
 
     def memory_ms(self, nbytes: float) -> float:
-        """Time to read or write that much device memory."""
         return self.profile.memory_ms(round(nbytes))
 
     def copy_ms(self, nbytes: int, direction: Direction, duplex: bool) -> float:
-        """Milliseconds of one copy between host and device."""
         return self.profile.copy_ms(nbytes, direction, duplex) / self.link[direction == "h2d"]
 
     def reaching(self, down: float, up: float) -> ProfileRates:
@@ -93,12 +86,10 @@ class ProfileRates:
         return size / self.copy_ms(size, direction, False)
 
     def _stand_in(self, dtype: torch.dtype) -> tuple[str, float]:
-        name = dtype_name(dtype)
-        other, factor = _STAND_INS.get(name, ("float32", 1.0))
-        if other not in self.profile.matmul_tflop_per_s:
-            other = next(iter(self.profile.matmul_tflop_per_s))
-        self.assumed[name] = other
-        return other, factor
+        """A dtype with a measurement, and how many times slower than that this one counts."""
+        name, factor = _STAND_INS.get(dtype_name(dtype), ("float32", 1.0))
+        known = self.profile.matmul_tflop_per_s
+        return name if name in known else next(iter(known)), factor
 
 
 def rates_for(profile: str | None, device: torch.device) -> ProfileRates:

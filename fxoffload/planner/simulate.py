@@ -287,7 +287,6 @@ class _Run:
             self.now = until
 
     def _call(self, phase: Literal["forward", "backward"], segment: SegmentStep, saved_after: int) -> None:
-        """Run a segment."""
         program, at = self.program, len(self.boundaries)
         begin = self.now
         self.now = begin + segment.ms
@@ -324,7 +323,6 @@ class _Run:
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def forward(self, segments: Sequence[SegmentStep], run: range) -> None:
-        """Run forward segments."""
         program = self.program
         self.is_backward, begin_ms = False, self.now
         for at in range(run.start - (run.start == 0), run.stop):
@@ -341,7 +339,6 @@ class _Run:
         self.forward_ms += self.now - begin_ms
 
     def _offload(self, op: list[int]) -> None:
-        """Start copies to the host."""
         moved_bytes, moves, now = self.program.candidates.moved_bytes, self.moves, self.now
         total = 0
         for i in op:

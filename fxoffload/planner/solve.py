@@ -29,7 +29,7 @@ _INFEASIBLE = 2
 
 def least_time(problem: Problem, budget_bytes: int) -> Solution | None:
     """The fastest choice that fits into ``budget_bytes``; None: no choice does."""
-    objective = SolverObjective(problem, budget_bytes=budget_bytes)
+    objective = SolverObjective(budget_bytes=budget_bytes)
     bound, found = _search(problem, objective)
     if found is None:
         smallest = _smallest(problem)
@@ -44,7 +44,7 @@ def least_time(problem: Problem, budget_bytes: int) -> Solution | None:
 
 def least_peak(problem: Problem, max_ms: float) -> Solution | None:
     """The choice of the least bytes among those that take at most ``max_ms``; None: all take longer."""
-    objective = SolverObjective(problem, max_ms=max_ms)
+    objective = SolverObjective(max_ms=max_ms)
     bound, found = _search(problem, objective)
     if found is None:
         fastest = least_time(problem, _all_bytes(problem))

@@ -16,8 +16,7 @@ _MOST_SEGMENTS = 1_000_000
 class SolverObjective:
     """The objective: the least time within ``budget_bytes``, or the least bytes within ``max_ms``."""
 
-    def __init__(self, problem: Problem, *, budget_bytes: int | None = None, max_ms: float | None = None) -> None:
-        self._problem = problem
+    def __init__(self, *, budget_bytes: int | None = None, max_ms: float | None = None) -> None:
         self._budget = budget_bytes
         self._max_ms = max_ms
 

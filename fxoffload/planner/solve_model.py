@@ -102,8 +102,7 @@ class Model:
         self._low: list[float] = []
         self._high: list[float] = []
         self._integer: list[bool] = []
-        self._rows: list[Terms] = []
-        self._limits: list[tuple[float, float]] = []
+        self._rows: list[tuple[Terms, float, float]] = []
         storages = {i for layer in problem.layers for a in layer.variants for i in a.storages}
         self._byte = 1 / max(1, max((max(i.held_bytes, i.moved_bytes) for i in storages), default=1))
         self._tick = 1000 / problem.compute_ms if problem.compute_ms > 0 else 1.0
@@ -150,15 +149,11 @@ class Model:
         self._integer.append(integer)
         return len(self._low) - 1
 
-    def _free(self) -> int:
-        return self._variable(-np.inf, np.inf)
-
     def _flow(self) -> int:
         return self._variable(0.0, np.inf)
 
     def _row(self, terms: Terms, low: float, high: float) -> None:
-        self._rows.append(terms)
-        self._limits.append((low, high))
+        self._rows.append((terms, low, high))
 
     def _moving(self, size: Callable[[ProblemStorage], int]) -> Terms:
         """The bytes of all that moves, by slot."""
@@ -197,7 +192,7 @@ class Model:
             if found and not terms:
                 found.append(found[-1])
                 continue
-            total = self._free()
+            total = self._variable(-np.inf, np.inf)
             row = {total: 1.0, **{v: -f for v, f in terms.items()}}
             if found:
                 row[found[-1]] = -1.0
@@ -316,53 +311,41 @@ class Model:
     def least_time(self, budget: float, *, gap: float, relaxed: bool = False) -> Answer:
         """The shortest step within ``budget`` bytes."""
         self._high[self._peak] = budget * self._byte
-        cost = dict(self._time)
-        self._add_price(cost)
-        return self._solve(cost, 1 / self._tick, gap, relaxed)
-
-    def least_peak(self, max_ms: float | None, *, gap: float, relaxed: bool = False) -> Answer:
-        """The least bytes for a step of ``max_ms``; None: however long it takes."""
-        rows, limits = self._rows, self._limits
-        if max_ms is not None:
-            self._rows, self._limits = [*rows, self._time], [*limits, (-np.inf, max_ms * self._tick)]
-        try:
-            return self._solve({self._peak: 1.0}, 1 / self._byte, gap, relaxed)
-        finally:
-            self._rows, self._limits = rows, limits
-
-    def _add_price(self, cost: Terms) -> None:
         moving = self._moving(lambda storage: storage.moved_bytes)
         total = sum(f * self._high[v] for v, f in moving.items())
         price = MOVE_PRICE * self._problem.compute_ms * self._tick
-        for v, f in moving.items():
-            cost[v] = cost.get(v, 0.0) + price * f / total
+        prices = {v: price * f / total for v, f in moving.items()}
+        return self._solve(self._time | prices, 1 / self._tick, gap, relaxed, self._rows)
 
-    def _solve(self, cost: Terms, unit: float, gap: float, relaxed: bool) -> Answer:
+    def least_peak(self, max_ms: float | None, *, gap: float, relaxed: bool = False) -> Answer:
+        """The least bytes for a step of ``max_ms``; None: however long it takes."""
+        in_time = [] if max_ms is None else [(self._time, -np.inf, max_ms * self._tick)]
+        return self._solve({self._peak: 1.0}, 1 / self._byte, gap, relaxed, [*self._rows, *in_time])
+
+    def _solve(
+        self, cost: Terms, unit: float, gap: float, relaxed: bool, rows: Sequence[tuple[Terms, float, float]]
+    ) -> Answer:
         size = len(self._low)
         objective = np.zeros(size)
         objective[list(cost)] = list(cost.values())
-        lengths = [len(r) for r in self._rows]
-        rows = np.repeat(np.arange(len(self._rows)), lengths)
-        columns = np.fromiter((v for r in self._rows for v in r), dtype=np.int64, count=sum(lengths))
-        factors = np.fromiter((f for r in self._rows for f in r.values()), dtype=float, count=sum(lengths))
-        matrix = coo_array((factors, (rows, columns)), shape=(len(self._rows), size)).tocsc()
-        limits = np.array(self._limits).reshape(-1, 2)
+        lengths = [len(terms) for terms, _, _ in rows]
+        places = np.repeat(np.arange(len(rows)), lengths)
+        columns = np.fromiter((v for terms, _, _ in rows for v in terms), dtype=np.int64, count=sum(lengths))
+        factors = np.fromiter((f for terms, _, _ in rows for f in terms.values()), dtype=float, count=sum(lengths))
+        matrix = coo_array((factors, (places, columns)), shape=(len(rows), size)).tocsc()
         bounds: Any = Bounds  # its annotations know numbers only
         rows_between: Any = LinearConstraint
         result = milp(
             objective,
             integrality=np.zeros(size) if relaxed else np.array(self._integer, dtype=float),
             bounds=bounds(np.array(self._low), np.array(self._high)),
-            constraints=rows_between(matrix, limits[:, 0], limits[:, 1]),
+            constraints=rows_between(matrix, [low for _, low, _ in rows], [high for _, _, high in rows]),
             options={"node_limit": MOST_NODES, "mip_rel_gap": gap, "presolve": True},
         )
+        found = result.fun if relaxed and result.x is not None else result.mip_dual_bound
+        bound = -np.inf if found is None else float(found)
         if result.x is None:
-            bound = -np.inf if result.mip_dual_bound is None else float(result.mip_dual_bound) * unit
-            return Answer(int(result.status), bound, [], [])
-        if relaxed:
-            bound = float(result.fun)
-        else:
-            bound = -np.inf if result.mip_dual_bound is None else float(result.mip_dual_bound)
+            return Answer(int(result.status), bound * unit, [], [])
         return Answer(
             int(result.status),
             bound * unit,

@@ -15,6 +15,7 @@ as above, over all forwards and then all backwards. But nothing is reloaded for 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from itertools import accumulate
 from typing import NamedTuple
@@ -178,13 +179,7 @@ class Loads:
         high = low + sum(self._made) + self.moved
         if not self._within(high, ms):
             return None
-        while low < high:
-            middle = (low + high) // 2
-            if self._within(middle, ms):
-                high = middle
-            else:
-                low = middle + 1
-        return high
+        return low + bisect_left(range(low, high), True, key=lambda nbytes: self._within(nbytes, ms))
 
     def _within(self, budget: int, ms: float) -> bool:
         schedule = self.schedule(budget)

@@ -6,7 +6,6 @@ form. Lifetimes of storages, and where a copy may start, follow from it: ``progr
 
 from __future__ import annotations
 
-import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -18,11 +17,10 @@ import torch.fx as fx
 
 from fxoffload import ops
 from fxoffload.analysis.labels import CANDIDATES_KEY, STORAGE_KEY
-from fxoffload.analysis.values import extent_bytes, output_values, tensor_of
+from fxoffload.analysis.values import covered_range, element_bytes, output_values, storage_bytes, tensor_of
 from fxoffload.ops import is_op
 from fxoffload.step.edges import Edges
 from fxoffload.step.offload_candidate import RANGE_ALIGNMENT, OffloadCandidate
-from fxoffload.torch_private.symbolic_sizes import hint
 
 
 @dataclass(frozen=True)
@@ -376,7 +374,8 @@ class _BackwardReader:
         self.takes = self._find_takes(forward.candidate_of)
 
     def _find_takes(self, candidate_of: Mapping[str, str]) -> list[Take]:
-        order, end = _segment_order(self._graph)
+        calls = self._graph.find_nodes(op="call_module")
+        order, end = {n: i for i, n in enumerate(calls)}, len(calls)
         waited: list[tuple[str, fx.Node, int]] = []
         before = 0
         for node in self._graph.nodes:
@@ -440,31 +439,16 @@ def _sizes(graph: fx.Graph, device: torch.device | None) -> dict[str, int]:
         value = tensor_of(node)
         if value is not None and STORAGE_KEY in node.meta and (device is None or value.device.type == device.type):
             key = node.meta[STORAGE_KEY]
-            sizes[key] = max(sizes.get(key, 0), _allocated_bytes(value))
+            sizes[key] = max(sizes.get(key, 0), storage_bytes(value))
     return sizes
-
-
-def _allocated_bytes(value: torch.Tensor) -> int:
-    covered = extent_bytes(value) or 0
-    if value.layout is not torch.strided:
-        return covered
-    return max(hint(value.untyped_storage().nbytes()) or 0, covered)
 
 
 def _moved_bytes(values: Sequence[torch.Tensor], min_bytes: int) -> int:
     """Bytes of the range that the engine copies; 0 where it is too small, or a size has no hint."""
-    starts, ends, elements = [], [], 0
-    for value in values:
-        size, covered, offset = value.element_size(), extent_bytes(value), hint(value.storage_offset())
-        count = [hint(n) for n in value.shape]
-        if covered is None or offset is None or None in count:
-            return 0
-        elements += math.prod(count) * size  # type: ignore[arg-type]
-        starts.append(offset * size)
-        ends.append(offset * size + covered)
-    if elements < max(min_bytes, 1):
+    covered = covered_range(values)
+    if covered is None or sum(map(element_bytes, values)) < max(min_bytes, 1):
         return 0
-    return max(ends) - min(starts) // RANGE_ALIGNMENT * RANGE_ALIGNMENT
+    return covered[1] - covered[0] // RANGE_ALIGNMENT * RANGE_ALIGNMENT
 
 
 def _calls(graph: fx.Graph, name_of: Callable[[fx.Node], str | None]) -> list[SegmentStep]:
@@ -484,11 +468,6 @@ def _calls(graph: fx.Graph, name_of: Callable[[fx.Node], str | None]) -> list[Se
 
 def _known(name_of: Callable[[fx.Node], str | None], nodes: Sequence[fx.Node]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for n in nodes if (name := name_of(n)) is not None))
-
-
-def _segment_order(graph: fx.Graph) -> tuple[dict[fx.Node, int], int]:
-    calls = sorted(graph.find_nodes(op="call_module"))
-    return {n: i for i, n in enumerate(calls)}, len(calls)
 
 
 def _last_reader(node: fx.Node, order: Mapping[fx.Node, int], end: int) -> int:

@@ -79,12 +79,9 @@ def _widest(program: Program, moves: set[int], forward: Sequence[int], backward:
     ahead = [0] * (len(backward) + 1)
     in_flight = [0] * (len(forward) + 1)
     # Bytes that are first read at each backward segment: they stop being ahead there.
-    seen: set[int] = set()
     read = [0] * (len(backward) + 1)
-    for at, takes in enumerate(program.takes):
-        for i in {i for i, _ in takes} & moves - seen:
-            seen.add(i)
-            read[at] += nbytes[i]
+    for i in moves & {i for takes in program.takes for i, _ in takes}:
+        read[program.first_take[i]] += nbytes[i]
     everything = sum(nbytes[i] for i in moves)
     for down, up in program.runs:
         later = everything

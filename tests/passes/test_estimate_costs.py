@@ -100,9 +100,8 @@ def traced(fn: Callable[..., Any], *inputs: Tensor, mode: str = "fake") -> fx.Gr
 def kernels(nodes: Sequence[fx.Node]) -> dict[str, list[int]]:
     """Kind of kernel -> bytes that each kernel of it moves, the fewest first."""
     found: dict[str, list[int]] = defaultdict(list)
-    for kernel in Fusion(nodes).traffic():
-        kind = "fused" if kernel.node is None else node_kind(kernel.node)
-        found[kind].append(kernel.read_bytes + kernel.written_bytes + kernel.overwritten_bytes)
+    for node, nbytes in Fusion(nodes).traffic():
+        found["fused" if node is None else node_kind(node)].append(nbytes)
     return {kind: sorted(moved) for kind, moved in found.items()}
 
 

@@ -164,7 +164,7 @@ def test_sizes_without_a_hint_are_candidates_of_unknown_size() -> None:
     sketch = Sketch()
     x = sketch.input("x", 4)
     sin = sketch.op(aten.sin.default, x)
-    with mock.patch("fxoffload.passes.find_candidates.extent_bytes", lambda value: None):
+    with mock.patch("fxoffload.passes.find_candidates.covered_range", lambda values: None):
         saved = find(sketch.module([sketch.op(aten.cos.default, sin), sin]), min_bytes=10**9)
     assert [(c.name, c.nbytes) for c in saved.candidates] == [("sin", None)]
     assert saved.candidate_bytes == 0

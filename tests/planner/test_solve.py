@@ -645,7 +645,7 @@ def test_past_each_limit_the_answer_fits(module: ModuleType, limit: str, monkeyp
 def test_no_more_exchanges_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer takes three: the first one helps, the others do not."""
     problem = decoder(4, 3)
-    objective = solve_improve.SolverObjective(problem, budget_bytes=60 * GIB)
+    objective = solve_improve.SolverObjective(budget_bytes=60 * GIB)
     for exchanges, changed in ((0, 0), (1, 1), (3, 1), (4, 2)):
         loads = Loads(problem, [2] * 4, ())
         monkeypatch.setattr(solve_improve, "_MOST_SEGMENTS", 8 * exchanges)
