@@ -48,21 +48,14 @@ from fxoffload.sizes import parse_bytes
 from fxoffload.torch_private.tensor_subclasses import is_traceable_wrapper_subclass
 
 
-class Streamed(Stored, Protocol):
-    """The part of a ``PhaseManager`` that ``stream_weights`` uses."""
+class Synced(Stored, Protocol):
+    """The part of a ``PhaseManager`` that is used here."""
 
     weight_plans: WeightPlans
 
     @property
     def models(self) -> Mapping[str, nn.Module]: ...
     def copies(self, device: torch.device) -> CopyStreams: ...
-
-
-class Moved(Protocol):
-    """The part of a ``PhaseManager`` that ``weights_on_device`` uses."""
-
-    @property
-    def models(self) -> Mapping[str, nn.Module]: ...
     def where(self, group: str) -> Where: ...
     def onload(self, *groups: str) -> Handle: ...
     def offload(self, *groups: str) -> Handle: ...
@@ -135,7 +128,7 @@ class WeightStream(Iterator[tuple[str, Tensor]]):
 
 
 def stream_weights(
-    manager: Streamed,
+    manager: Synced,
     bucket_bytes: int | str = "512MiB",
     dtype: torch.dtype | None = None,
     full: bool = True,
@@ -238,7 +231,7 @@ def _make(derivation: Derivation, inputs: Mapping[str, Tensor]) -> Tensor:
 
 @contextlib.contextmanager
 def weights_on_device(
-    manager: Moved, model: str | None = None, as_saved: bool | None = None
+    manager: Synced, model: str | None = None, as_saved: bool | None = None
 ) -> Iterator[WeightsOnDevice]:
     """The simple way: brings parameters and buffers to the device, and takes back at the end those from the host.
 
