@@ -9,6 +9,7 @@ anything has happened, it fences arriving tensors and raises ``OffloadedError`` 
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -89,11 +90,7 @@ class Guards:
                 self._after_load(optimizer)
 
     def _install_of_modules(self, modules: Mapping[str, nn.Module]) -> None:
-        members = [
-            (".".join(filter(None, (prefix, name))) or type(module).__name__, module)
-            for prefix, model in modules.items()
-            for name, module in model.named_modules()
-        ]
+        members = named_members(modules)
         guarded = [id(target) for _, module in members for target in (module, *_gatherers(module))]
         if guarded != self._guarded:
             self._of_modules = [override for name, module in members for override in self._overrides_of(module, name)]
@@ -123,30 +120,32 @@ class Guards:
         self._hooks, self._hooked = [], []
 
     def _overrides_of(self, module: nn.Module, name: str) -> list[Override]:
-        found: list[Override] = []
-
-        def put(target: Any, name: str, call: Callable[..., Any]) -> None:
-            found.append(Override(target, name, call))
-
-        what = f"Module.to() or another conversion of {name}"
-        put(module, "_apply", self._touching(lambda: tensors_under(module), what))
-        put(module, "__reduce_ex__", self._reduce(module, f"pickle or deepcopy of {name}"))
-        put(module, "_save_to_state_dict", self._save(module, name))
-        put(module, "load_state_dict", self._load(module, f"load_state_dict(assign=True) of {name}"))
-        put(module, "_load_from_state_dict", self._load_own(module))
+        everything = functools.partial(tensors_under, module)
+        found = [
+            Override(module, "_apply", self._touching(everything, f"Module.to() or another conversion of {name}")),
+            Override(module, "__reduce_ex__", self._reduce(module, f"pickle or deepcopy of {name}")),
+            Override(module, "_save_to_state_dict", self._save(module, name)),
+            Override(module, "load_state_dict", self._load(module, f"load_state_dict(assign=True) of {name}")),
+            Override(module, "_load_from_state_dict", self._load_own(module)),
+        ]
+        gathering = f"FSDP's all-gather of {name}"
         if sharded.is_fsdp2(module):
-            for gathered in fsdp2_groups(module):
-                put(gathered, "unshard", self._unshard(module, gathered, f"FSDP's all-gather of {name}"))
+            forget = functools.partial(fsdp2_forget_iteration, module)
+            for group in fsdp2_groups(module):
+                shards = functools.partial(_shards, group)
+                found.append(Override(group, "unshard", self._touching(shards, gathering, forget)))
         elif sharded.is_fsdp1(module):
             what = f"state_dict() of {name} (FSDP1 gathers it on the device; stream_weights() need not)"
-            put(module, "state_dict", self._touching(lambda: tensors_under(module), what))
+            found.append(Override(module, "state_dict", self._touching(everything, what)))
             what = f"load_state_dict() of {name} (FSDP1 gathers it on the device)"
-            put(module, "load_state_dict", self._touching(lambda: tensors_under(module), what))
-            what = f"clip_grad_norm_() of {name}"
-            put(module, "clip_grad_norm_", self._touching(lambda: gradients_under(module), what))
+            found.append(Override(module, "load_state_dict", self._touching(everything, what)))
+            gradients = functools.partial(gradients_under, module)
+            found.append(Override(module, "clip_grad_norm_", self._touching(gradients, f"clip_grad_norm_() of {name}")))
             handle = fsdp1_handle(module)
             if handle is not None:
-                put(handle, "pre_unshard", self._pre_unshard(module, handle, f"FSDP's all-gather of {name}"))
+                shards = functools.partial(fsdp1_parameters, module)
+                forget = functools.partial(fsdp1_forget_summons, handle)
+                found.append(Override(handle, "pre_unshard", self._touching(shards, gathering, forget)))
         return found
 
     def _step_of(self, optimizer: Any) -> Override:
@@ -161,9 +160,15 @@ class Guards:
         # Called and not traced, but its callees are compiled as ever.
         return Override(optimizer, "step", torch.compiler.disable(call, recursive=False))
 
-    def _touching(self, tensors: Callable[[], Iterable[Tensor]], what: str) -> Callable[..., Any]:
+    def _touching(
+        self, tensors: Callable[[], Iterable[Tensor]], what: str, refused: Callable[[], None] = lambda: None
+    ) -> Callable[..., Any]:
         def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            touch_all(tensors(), what)
+            try:
+                touch_all(tensors(), what)
+            except OffloadedError:
+                refused()
+                raise
             return original(*args, **kwargs)
 
         return call
@@ -208,28 +213,6 @@ class Guards:
         def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             with self._reader.loading(own_tensors(module)):
                 return original(*args, **kwargs)
-
-        return call
-
-    def _unshard(self, module: Any, group: Any, what: str) -> Callable[..., Any]:
-        def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            try:
-                touch_all([p.sharded_param for p in group.fsdp_params], what)
-            except OffloadedError:
-                fsdp2_forget_iteration(module)
-                raise
-            return original(*args, **kwargs)
-
-        return call
-
-    def _pre_unshard(self, module: Any, handle: Any, what: str) -> Callable[..., Any]:
-        def call(original: Callable[..., Any]) -> Any:
-            try:
-                touch_all(fsdp1_parameters(module), what)
-            except OffloadedError:
-                fsdp1_forget_summons(handle)
-                raise
-            return original()
 
         return call
 
@@ -310,6 +293,15 @@ def tensors_under(module: nn.Module) -> Iterator[Tensor]:
     yield from module.buffers()
 
 
+def named_members(models: Mapping[str, nn.Module]) -> list[tuple[str, nn.Module]]:
+    """(name for messages, module) of every module in some models."""
+    return [
+        (".".join(filter(None, (prefix, name))) or type(module).__name__, module)
+        for prefix, model in models.items()
+        for name, module in model.named_modules()
+    ]
+
+
 def own_tensors(module: nn.Module) -> list[Tensor]:
     """Parameters and buffers of a module itself."""
     return [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
@@ -354,6 +346,10 @@ def without_ours(attributes: dict[str, Any]) -> dict[str, Any]:
         if name.endswith("_hooks") and isinstance(value, dict):
             found[name] = type(value)((key, hook) for key, hook in list(value.items()) if not is_ours(hook))
     return found
+
+
+def _shards(group: Any) -> list[Tensor]:
+    return [p.sharded_param for p in group.fsdp_params]
 
 
 def _gatherers(module: nn.Module) -> list[Any]:
