@@ -178,7 +178,7 @@ class PhaseManager:
         plain = inner[0]
         holding = self.holding_of(plain)
         if holding is not None and holding.where is Where.LEAVING:
-            self._transit.worker.drain()
+            self.drain()
             holding = self.holding_of(plain)
         if holding is None:
             return plain.detach().to("cpu", copy=True, memory_format=torch.preserve_format)
@@ -371,7 +371,7 @@ class PhaseManager:
         Raises:
             RuntimeError: something is offloaded.
         """
-        self._transit.worker.drain()
+        self.drain()
         return self._transit.release()
 
     def metrics(self, *, reset: bool = True) -> dict[str, float]:
@@ -417,7 +417,7 @@ class PhaseManager:
         self._guards.warn_of_late_writes()
         _drop_abandoned_activations()
         transition = self._record(Transition("offload", wanted, phase))
-        handle = self._transit.offload(wanted, transition, at_once=wait)
+        handle = self._transit.offload(transition, at_once=wait)
         return handle.wait() if wait else handle
 
     def _onload(self, groups: tuple[str, ...], wait: bool, phase: str, *, reports: bool = True) -> Handle:
@@ -427,7 +427,7 @@ class PhaseManager:
             self._transit.report()
         self._guards.warn_of_late_writes()
         transition = self._record(Transition("onload", wanted, phase))
-        handle = self._transit.onload(wanted, transition, at_once=wait)
+        handle = self._transit.onload(transition, at_once=wait)
         return handle.wait() if wait else handle
 
     def _record(self, transition: Transition) -> Transition:
