@@ -28,9 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxoffload.phases.stand_still import StandStill
 from fxoffload.phases.weight_sync.buckets import BucketPlan, Lane, Piece
 from fxoffload.phases.weight_sync.cuts import boxes, is_even, part, region, side_by_side
-from fxoffload.phases.weight_sync.stand_still import StandStill
 from fxoffload.phases.weight_sync.units import Unit
 from fxoffload.runtime.copies.streams import CopyStreams, Wait
 from fxoffload.runtime.switches import without_grad

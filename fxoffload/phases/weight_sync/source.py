@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fxoffload.phases.guarding.sentinel import untouched
 from fxoffload.phases.moving.storages import Holding, Where
+from fxoffload.phases.stand_still import StandStill
 from fxoffload.phases.weight_sync.cuts import boxes, part
-from fxoffload.phases.weight_sync.stand_still import StandStill
 from fxoffload.phases.weight_sync.units import Unit
 
 

@@ -34,13 +34,13 @@ from fxoffload.phases.guarding.sentinel import untouched
 from fxoffload.phases.handle import Handle
 from fxoffload.phases.moving.storages import Where, plain_tensors
 from fxoffload.phases.phase import BUFFERS, PARAMS
+from fxoffload.phases.stand_still import StandStill
 from fxoffload.phases.weight_sync.bucket_stream import BucketLedger, BucketStream
 from fxoffload.phases.weight_sync.making import Maker
 from fxoffload.phases.weight_sync.plans import Planned, WeightPlans
 from fxoffload.phases.weight_sync.recorded import Derivation
 from fxoffload.phases.weight_sync.saved import Saved, Weight, memory_of, saved_models, saved_of
 from fxoffload.phases.weight_sync.source import Stored, WeightSource
-from fxoffload.phases.weight_sync.stand_still import StandStill
 from fxoffload.phases.weight_sync.units import Modules, Unit, clean_modules, named_tensors
 from fxoffload.runtime.copies.streams import CopyStreams
 from fxoffload.runtime.switches import without_grad
