@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fxoffload.phases.guarding.overrides import references_of, walk
 from fxoffload.phases.guarding.sentinel import holdings_of, touch
 from fxoffload.phases.moving.storages import Where
-from fxoffload.phases.optimizers import state_tensors
+from fxoffload.phases.optimizers import parameters_of, state_tensors
 from fxoffload.torch_private.compiled_code import compiled_functions, num_graphs_compiled
 
 
@@ -98,7 +98,7 @@ def _tensors_of(thing: Any) -> Iterator[Tensor]:
         parameters = list(thing.parameters())
         yield from thing.buffers()
     else:
-        parameters = [p for group in getattr(thing, "param_groups", ()) for p in group["params"]]
+        parameters = list(parameters_of(thing))
         yield from state_tensors(thing)
     yield from parameters
     yield from (p.grad for p in parameters if p.grad is not None)
