@@ -414,7 +414,7 @@ class PhaseManager:
         wanted = as_groups(groups)
         claim(self._inventory, self._transit.device_types)
         self._transit.report()
-        self._guards.warn_of_late_writes()
+        self._guards.reader.warn_of_late_writes()
         _drop_abandoned_activations()
         transition = self._record(Transition("offload", wanted, phase))
         handle = self._transit.offload(transition, at_once=wait)
@@ -425,7 +425,7 @@ class PhaseManager:
         wanted = as_groups(groups)
         if reports:
             self._transit.report()
-        self._guards.warn_of_late_writes()
+        self._guards.reader.warn_of_late_writes()
         transition = self._record(Transition("onload", wanted, phase))
         handle = self._transit.onload(transition, at_once=wait)
         return handle.wait() if wait else handle

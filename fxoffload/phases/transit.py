@@ -418,7 +418,7 @@ class Transit:
             self._drop_dead_gradients()
         holdings = self.ledger.on_host(groups)
         if self.guards is not None:
-            self.guards.returning(holdings)
+            self.guards.reader.returning(holdings)
         pending = self.ledger.held(Where.ARRIVING, groups=groups)
         transition.nbytes = max(transition.nbytes, sum(held.nbytes for held in holdings))
         transition.is_over = False

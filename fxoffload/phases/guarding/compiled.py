@@ -18,8 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fxoffload.phases.guarding.overrides import references_of, walk
-from fxoffload.phases.guarding.sentinel import holdings_of, touch
-from fxoffload.phases.moving.storages import Where
+from fxoffload.phases.guarding.sentinel import fence_arriving
 from fxoffload.phases.optimizers import parameters_of, state_tensors
 from fxoffload.torch_private.compiled_code import compiled_functions, num_graphs_compiled
 
@@ -87,9 +86,7 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 def _fence(used: list[Any]) -> Callable[[], None]:
     for thing in used:
-        for tensor in _tensors_of(thing):
-            if any(holding.where is Where.ARRIVING for holding in holdings_of(tensor)):
-                touch(tensor, "a compiled function")
+        fence_arriving(_tensors_of(thing), "a compiled function")
     return _nothing
 
 

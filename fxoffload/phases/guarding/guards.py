@@ -21,9 +21,9 @@ from fxoffload.phases.guarding import sharded
 from fxoffload.phases.guarding.compiled import CompiledFunctions
 from fxoffload.phases.guarding.guarded import Guarded
 from fxoffload.phases.guarding.overrides import Override, Overrides, is_ours
-from fxoffload.phases.guarding.sentinel import OffloadedError, holdings_of, is_away, touch
+from fxoffload.phases.guarding.sentinel import OffloadedError, answered, fence_arriving, holdings_of, is_away, touch
 from fxoffload.phases.guarding.state_dicts import HostReader
-from fxoffload.phases.moving.storages import Holding, plain_tensors
+from fxoffload.phases.moving.storages import plain_tensors
 from fxoffload.phases.optimizers import parameters_of, state_tensors
 from fxoffload.phases.phase import OPTIMIZER
 from fxoffload.torch_private.fsdp1 import fsdp1_forget_summons, fsdp1_handle, fsdp1_parameters
@@ -40,7 +40,7 @@ class Guards:
 
     def __init__(self, manager: Guarded) -> None:
         self._manager = manager
-        self._reader = HostReader(manager)
+        self.reader = HostReader(manager)
         self._overrides = Overrides()
         self._of_optimizers = Overrides()
         self._hooks: list[Any] = []
@@ -97,14 +97,6 @@ class Guards:
             self._guarded = guarded
         for override in self._of_modules:
             self._overrides.put(override)
-
-    def returning(self, holdings: Iterable[Holding]) -> None:
-        """These begin to return to the device."""
-        self._reader.returning(holdings)
-
-    def warn_of_late_writes(self) -> None:
-        """See ``HostReader``."""
-        self._reader.warn_of_late_writes()
 
     def remove(self) -> None:
         """Takes the overrides away."""
@@ -190,7 +182,8 @@ class Guards:
             own = own_tensors(module)
             if keep_vars:
                 touch_all(own, f"state_dict(keep_vars=True) of {name}")
-            with self._reader.reading(own):
+            fence_arriving(own, "a state dict")
+            with answered("detach", self.reader.stand_in):
                 original(destination, prefix, keep_vars)
 
         return call
@@ -211,7 +204,8 @@ class Guards:
 
     def _load_own(self, module: nn.Module) -> Callable[..., Any]:
         def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            with self._reader.loading(own_tensors(module)):
+            fence_arriving(own_tensors(module), "load_state_dict()")
+            with answered("copy_", self.reader.stand_in):
                 return original(*args, **kwargs)
 
         return call
@@ -266,7 +260,7 @@ class Guards:
         if self._has_fsdp1(optimizer):
             what = f"state_dict() of {type(optimizer).__name__} (FSDP1 gathers it on the device)"
             touch_all(tree_leaves(state_dict), what)
-        return self._reader.read_tree(state_dict)
+        return self.reader.read_tree(state_dict)
 
     def _has_fsdp1(self, optimizer: Any) -> bool:
         own = {id(p) for p in parameters_of(optimizer)}
