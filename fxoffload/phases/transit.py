@@ -226,7 +226,7 @@ class Transit:
     @contextmanager
     def _starting(self, transition: Transition) -> Iterator[None]:
         """The block starts a transition, while the caller waits."""
-        self.worker.require_own_process(f"{transition.kind}()")
+        self.worker.birthplace.require(f"{transition.kind}()")
         began = time.perf_counter()
         try:
             with record_function(f"fxoffload::{transition.kind}({','.join(transition.groups)})"):
