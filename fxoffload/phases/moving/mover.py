@@ -57,16 +57,13 @@ class Ahead:
 
     def split(self, holdings: Iterable[Holding]) -> tuple[list[Holding], list[Holding]]:
         """Those whose bytes are on their way to the block that they have, and the others."""
-        if not self._started:
-            return [], list(holdings)
-        found: tuple[list[Holding], list[Holding]] = [], []
+        under_way: list[Holding] = []
+        others: list[Holding] = []
         for holding in holdings:
-            found[not self._has(holding)].append(holding)
-        return found
-
-    def _has(self, holding: Holding) -> bool:
-        known = self._started.get(holding.storage._cdata)
-        return known is not None and known.block is holding.block and known.nbytes == holding.nbytes
+            known = self._started.get(holding.storage._cdata)
+            is_known = known is not None and known.block is holding.block and known.nbytes == holding.nbytes
+            (under_way if is_known else others).append(holding)
+        return under_way, others
 
     def holdings(self) -> list[Holding]:
         """Made for this."""
