@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fxoffload.environment import check_device_types
 from fxoffload.phases.guarding.sentinel import untouched
+from fxoffload.phases.moving.storages import plain_tensors
 from fxoffload.phases.referrers import describe_referrers
 from fxoffload.runtime.switches import without_grad
 from fxoffload.sizes import format_bytes, parse_bytes
@@ -111,7 +112,7 @@ def residue(
     gc.collect()
     found = Residues()
     with untouched():
-        known = {key for tensor in _known(ignore) if (key := _storage_key(tensor)) is not None}
+        known = {storage_key(plain) for tensor in _known(ignore) for plain in plain_tensors(tensor)}
         storages: dict[int, list[Tensor]] = {}
         for tensor in _alive():
             key = _storage_key(tensor)
@@ -164,10 +165,6 @@ def _known(ignore: Iterable[Any]) -> list[Tensor]:
             found += [*thing.parameters(), *thing.buffers()]
         else:
             found += [leaf for leaf in tree_leaves(thing) if isinstance(leaf, Tensor)]
-    for tensor in list(found):
-        if is_traceable_wrapper_subclass(tensor):
-            inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])  # type: ignore[attr-defined]
-            found += [one for one in inner if isinstance(one, Tensor)]
     return found
 
 
