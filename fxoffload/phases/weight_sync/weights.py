@@ -201,12 +201,12 @@ class WeightsOnDevice(Mapping[str, Tensor]):
 
     def __init__(self, tensors: dict[str, Tensor], saved: Saved | None) -> None:
         self._tensors = tensors
-        self._derivations = saved.derivations if saved is not None else None
+        self._derivations: Mapping[str, Derivation | None] = saved.derivations if saved else dict.fromkeys(tensors)
 
     def __getitem__(self, name: str) -> Tensor:
-        if self._derivations is None:
-            return self._tensors[name]
         derivation = self._derivations[name]
+        if derivation is None:
+            return self._tensors[name]
         inputs = {one: self._tensors[one] for one in derivation.inputs}
         first = inputs[derivation.inputs[0]]
         if derivation.is_input(tuple(first.shape)):
@@ -214,14 +214,14 @@ class WeightsOnDevice(Mapping[str, Tensor]):
         return _make(derivation, inputs)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors if self._derivations is None else self._derivations)
+        return iter(self._derivations)
 
     def __len__(self) -> int:
-        return len(self._tensors if self._derivations is None else self._derivations)
+        return len(self._derivations)
 
     def clear(self) -> None:
         """Lets go of all of them."""
-        self._tensors, self._derivations = {}, None
+        self._tensors, self._derivations = {}, {}
 
 
 @without_grad
