@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fxoffload.phases.guarding import sharded
 from fxoffload.phases.guarding.compiled import CompiledFunctions
 from fxoffload.phases.guarding.guarded import Guarded
-from fxoffload.phases.guarding.overrides import Override, Overrides, is_ours
+from fxoffload.phases.guarding.overrides import Override, is_ours
 from fxoffload.phases.guarding.sentinel import OffloadedError, answered, fence_arriving, holdings_of, is_away, touch
 from fxoffload.phases.guarding.state_dicts import HostReader
 from fxoffload.phases.moving.storages import plain_tensors
@@ -41,8 +41,9 @@ class Guards:
     def __init__(self, manager: Guarded) -> None:
         self._manager = manager
         self.reader = HostReader(manager)
-        self._overrides = Overrides()
-        self._of_optimizers = Overrides()
+        # In place, noted before they are.
+        self._overrides: list[Override] = []
+        self._of_optimizers: list[Override] = []
         self._hooks: list[Any] = []
         self._hooked: list[Any] = []
         # The same ones each time: see [Note: Overrides]. By the id of their optimizer, which they hold.
@@ -68,7 +69,8 @@ class Guards:
                 if hasattr(optimizer, "step"):
                     if id(optimizer) not in self._steps:
                         self._steps[id(optimizer)] = self._step_of(optimizer)
-                    self._of_optimizers.put(self._steps[id(optimizer)])
+                    self._of_optimizers.append(self._steps[id(optimizer)])
+                    self._of_optimizers[-1].put()
             self._compiled.install(modules.values(), optimizers)
         if of_modules and not self._overrides:
             self._install_of_modules(modules)
@@ -96,12 +98,15 @@ class Guards:
             self._of_modules = [override for name, module in members for override in self._overrides_of(module, name)]
             self._guarded = guarded
         for override in self._of_modules:
-            self._overrides.put(override)
+            self._overrides.append(override)
+            override.put()
 
     def remove(self) -> None:
         """Takes the overrides away."""
-        self._overrides.remove()
-        self._of_optimizers.remove()
+        for overrides in (self._overrides, self._of_optimizers):
+            while overrides:
+                overrides[-1].remove()
+                overrides.pop()
         self._compiled.remove()
 
     def close(self) -> None:
@@ -213,26 +218,22 @@ class Guards:
     def _optimizer_hooks(self, optimizer: Any) -> Iterator[Any]:
         if not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):  # a wrapper may not call Optimizer.__init__
             return
+
         # Weakly: while something is away its tensors keep us, and afterwards a hook is no reason to keep a host image.
-        ours = weakref.ref(self)
+        def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+            reference = weakref.WeakMethod(method)
 
-        def before_load(optimizer: Any, state_dict: Any) -> None:
-            if (guards := ours()) is not None:
-                guards._before_load(optimizer)
+            def hook(*args: Any) -> Any:
+                ours = reference()
+                return None if ours is None else ours(*args)
 
-        def after_load(optimizer: Any) -> None:
-            if (guards := ours()) is not None:
-                guards._after_load(optimizer)
+            return hook
 
-        def after_save(optimizer: Any, state_dict: Any) -> Any:
-            guards = ours()
-            return state_dict if guards is None else guards._after_save(optimizer, state_dict)
+        yield optimizer.register_load_state_dict_pre_hook(weakly(self._before_load), prepend=True)
+        yield optimizer.register_load_state_dict_post_hook(weakly(self._after_load))
+        yield optimizer.register_state_dict_post_hook(weakly(self._after_save), prepend=True)
 
-        yield optimizer.register_load_state_dict_pre_hook(before_load, prepend=True)
-        yield optimizer.register_load_state_dict_post_hook(after_load)
-        yield optimizer.register_state_dict_post_hook(after_save, prepend=True)
-
-    def _before_load(self, optimizer: Any) -> None:
+    def _before_load(self, optimizer: Any, state_dict: Any) -> None:
         """State is loaded next to the parameters. So away state returns, unless they are away too: then the device is
         meant to be free."""
         what = f"{type(optimizer).__name__}.load_state_dict()"

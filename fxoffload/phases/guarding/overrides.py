@@ -150,27 +150,6 @@ def references_of(thing: Any) -> list[Any]:
     return [*getattr(thing, "__dict__", {}).values()]
 
 
-class Overrides:
-    """Replaced methods, put back together."""
-
-    def __init__(self) -> None:
-        self._put: list[Override] = []  # noted before they are
-
-    def __bool__(self) -> bool:
-        return bool(self._put)
-
-    def put(self, override: Override) -> None:
-        """Puts one in front of the method that its object has now."""
-        self._put.append(override)
-        override.put()
-
-    def remove(self) -> None:
-        """Puts everything back."""
-        while self._put:
-            self._put[-1].remove()
-            self._put.pop()
-
-
 def remove_hook(hooks: dict[int, Any] | None, hook: Any) -> None:
     """Takes a hook out of a module's or tensor's, if it is there."""
     for key in [key for key, known in (hooks or {}).items() if known is hook]:
