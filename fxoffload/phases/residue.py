@@ -114,13 +114,14 @@ def residue(
     with untouched():
         known = {storage_key(plain) for tensor in _known(ignore) for plain in plain_tensors(tensor)}
         storages: dict[int, list[Tensor]] = {}
-        for tensor in _alive():
+        alive = _alive()
+        for tensor in alive:
             key = _storage_key(tensor)
             if key is not None and key not in known and _is_wanted(tensor, one, device_types, least):
                 storages.setdefault(key, []).append(tensor)
         tensors = [tensor for some in storages.values() for tensor in some]
-        texts = describe_referrers(tensors, [tensors, storages, *storages.values()])
-        grads = _grad_owners(tensors)
+        texts = describe_referrers(tensors, [alive, tensors, storages, *storages.values()])
+        grads = _grad_owners(alive, tensors)
         for some in storages.values():
             held_by = [t for tensor in some for t in (*texts[id(tensor)], *grads.get(id(tensor), ()))]
             found.append(_residue(some, held_by))
@@ -168,14 +169,12 @@ def _known(ignore: Iterable[Any]) -> list[Tensor]:
     return found
 
 
-def _grad_owners(tensors: list[Tensor]) -> dict[int, list[str]]:
+def _grad_owners(alive: list[Tensor], tensors: list[Tensor]) -> dict[int, list[str]]:
     """A gradient is held by its tensor, in C++."""
     wanted = {id(tensor) for tensor in tensors}
     found: dict[int, list[str]] = {}
-    for owner in gc.get_objects():
-        if not issubclass(type(owner), Tensor) or is_fake(owner) or not owner.is_leaf:
-            continue
-        if owner.grad is not None and id(owner.grad) in wanted:
+    for owner in alive:
+        if owner.is_leaf and owner.grad is not None and id(owner.grad) in wanted:
             shape = "x".join(map(str, owner.shape))
             found.setdefault(id(owner.grad), []).append(f"grad of a {type(owner).__name__} ({shape})")
     return found
