@@ -276,10 +276,6 @@ class PhaseManager:
         self._blocks = [weakref.ref(one) for one in found]
         return found
 
-    def _begin_block(self, block: _Block) -> None:
-        self.enter(block.phase)
-        self._blocks.append(weakref.ref(block))
-
     def _end_block(self, block: _Block, failed: bool) -> None:
         around = self._blocks_around(block)
         if failed:
@@ -455,7 +451,8 @@ class _Block:
         self.phase, self.then = phase, then
 
     def __enter__(self) -> PhaseManager:
-        self._manager._begin_block(self)
+        self._manager.enter(self.phase)
+        self._manager._blocks.append(weakref.ref(self))
         return self._manager
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

@@ -40,11 +40,6 @@ AT_ONCE, AT_ONCE_BYTES = 8, 256 << 20
 PACE_S_PER_BYTE = 1 / 200e9
 
 
-def is_done(event: Any) -> bool:
-    """Whether a copy is finished."""
-    return event is None or event.query()
-
-
 class Ahead:
     """Copies to the host that were started before the search for leaving tensors; see [Note: Ahead].
 
@@ -140,7 +135,7 @@ class Mover:
                 # In the background not all at once: the thread that launches kernels needs the interpreter now.
                 pace_s = PACE_S_PER_BYTE if gives_way else 0.0
                 time.sleep(max(YIELD_S, pace_s * sum(held.nbytes for held in part)))
-                while pending and is_done(pending[0][1]):
+                while pending and (pending[0][1] is None or pending[0][1].query()):
                     freed(pending.popleft()[0])
             while pending:
                 event = pending[0][1]
