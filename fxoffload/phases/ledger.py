@@ -84,10 +84,9 @@ class PhaseLedger:
 
     def describe(self) -> str:
         """Where each group is, in words."""
-        sizes: dict[str, int] = {}
+        sizes: Counter[str] = Counter()
         for holding in self._held.values():
-            key = f"{holding.group} {holding.where.value}"
-            sizes[key] = sizes.get(key, 0) + holding.nbytes
+            sizes[f"{holding.group} {holding.where.value}"] += holding.nbytes
         if not sizes:
             return "everything is on the device"
         return ", ".join(f"{key} ({format_bytes(size)})" for key, size in sizes.items())

@@ -248,7 +248,10 @@ class Transit:
         self._fence([held for held in arriving if held.serial])
         if at_once:
             self._start_ahead(groups, departure)
-        departure.holdings = holdings = self._find(groups)
+        if GRADS in groups:
+            self._drop_dead_gradients()
+        departure.holdings = holdings = self.ledger.on_device(groups)
+        self.warn_of_what_stays(groups)
         transition.nbytes = sum(held.nbytes for held in holdings)
         free_before = free_bytes(holdings)
         departure.handle = handle = Handle(
@@ -282,13 +285,6 @@ class Transit:
         self.mover.before_leaving(remembered)
         departure.ahead = Ahead(remembered)
         self.mover.start_ahead(departure.ahead)
-
-    def _find(self, groups: tuple[str, ...]) -> list[Holding]:
-        if GRADS in groups:
-            self._drop_dead_gradients()
-        found = self.ledger.on_device(groups)
-        self.warn_of_what_stays(groups)
-        return found
 
     def warn_of_what_stays(self, groups: tuple[str, ...]) -> None:
         """Warns once of tensors that the last search of the ledger has found and that do not move."""
@@ -427,7 +423,8 @@ class Transit:
         self._latest |= dict.fromkeys((held.group for held in holdings), transition)
         self.mover.begin_arrivals()
         if at_once:
-            self._begun(self._start_all(pending))
+            for waiting in pending:
+                self._begun(self._start_until(waiting))
             self.mover.arrive(holdings)
             self._begun(holdings)
         else:
@@ -441,9 +438,6 @@ class Transit:
         self._returns.append(back)  # from here on it is the thread's
         self._preparing = None
         return handle
-
-    def _start_all(self, pending: list[Holding]) -> list[Holding]:
-        return [held for waiting in pending for held in self._start_until(waiting)]
 
     def _begun(self, holdings: Iterable[Holding]) -> None:
         """A copy without an event was made at once."""
