@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from fxoffload.phases.guarding import sharded
 from fxoffload.phases.guarding.sentinel import untouched
-from fxoffload.phases.moving.storages import plain_tensors as plain_tensors
-from fxoffload.phases.optimizers import leaves, named_state
-from fxoffload.phases.phase import BUFFERS, EXTRA, GRADS, GROUPS, OPTIMIZER, PARAMS
+from fxoffload.phases.moving.storages import plain_tensors
+from fxoffload.phases.optimizers import leaves, named_state, parameters_of
+from fxoffload.phases.phase import BUFFERS, BY_PRECEDENCE, EXTRA, GRADS, OPTIMIZER, PARAMS
 from fxoffload.sizes import format_bytes
 from fxoffload.torch_private.pytree import tree_leaves
 
@@ -49,12 +49,7 @@ class Inventory:
             _require_tensors(name, value)
         if not (self.models or leaves(optimizers) or self._extra):
             raise ValueError("expected a model, an optimizer or something extra to move, found none of them")
-        self._reported: set[int] = set()
         self._said: set[str] = set()
-
-    def may_have(self, group: str) -> bool:
-        """Whether there can be anything in a group."""
-        return {OPTIMIZER: bool(self.optimizers), EXTRA: bool(self._extra)}.get(group, bool(self.models))
 
     @property
     def optimizers(self) -> list[Any]:
@@ -74,10 +69,6 @@ class Inventory:
         """(name, tensor) of a group; a tensor may be named twice, and may be without memory."""
         return self.walk().collect(group)
 
-    def order(self, groups: Sequence[str]) -> list[str]:
-        """The groups in the order in which a storage that lies in several is given to one of them."""
-        return sorted(groups, key=(PARAMS, BUFFERS, GRADS, OPTIMIZER, EXTRA).index)
-
     def immovable(self, device_types: Collection[str]) -> list[tuple[str, int]]:
         """(name, bytes) of storages on these devices that cannot be emptied, and of tensors that cannot be taken apart.
 
@@ -85,7 +76,7 @@ class Inventory:
         """
         found: dict[int, tuple[str, int]] = {}
         walk = self.walk()
-        for group in self.order(GROUPS):
+        for group in BY_PRECEDENCE:
             for name, tensor in walk.collect(group):
                 with untouched():
                     parts = plain_tensors(tensor)
@@ -102,12 +93,12 @@ class Inventory:
         """Logs the tensors that stay on the device because they cannot be emptied, once for each total size."""
         found = self.immovable(device_types)
         nbytes = sum(size for _, size in found)
-        if not nbytes or nbytes in self._reported:
+        if not nbytes:
             return
-        self._reported.add(nbytes)
         names = [name for name, _ in found]
         more = f" and {len(names) - 4} others" if len(names) > 4 else ""
-        log.warning(
+        self._warn_once(
+            f"{nbytes} immovable",
             "%s in %d storages stay on the device, expected storages that torch can empty, found memory that is "
             "shared, that NumPy, torch.load or another library has allocated, or that is in a sparse tensor or a "
             "subclass without __tensor_flatten__: %s%s. Clone them to let them leave",
@@ -119,9 +110,9 @@ class Inventory:
 
     def warn_of_fsdp(self, num_kept: int) -> None:
         """Logs once how many parameters FSDP keeps on the CPU, if it does."""
-        if num_kept and "fsdp" not in self._said:
-            self._said.add("fsdp")
-            log.warning(
+        if num_kept:
+            self._warn_once(
+                "fsdp",
                 "FSDP keeps %d parameters on the CPU itself (CPUOffloadPolicy, CPUOffload): they, their gradients and "
                 "their optimizer state are left there",
                 num_kept,
@@ -144,10 +135,10 @@ class Inventory:
         # Parameters alone first: in a rehearsal step counts may be on the device where the model is not.
         for some in ((PARAMS,), groups):
             found = sum((elsewhere.get(group, Counter()) for group in some), Counter[torch.device]())
-            if found and not any(present.get(group) for group in some) and "elsewhere" not in self._said:
-                self._said.add("elsewhere")
+            if found and not any(present.get(group) for group in some):
                 wanted, places = " or ".join(sorted(device_types)), ", ".join(sorted({str(one) for one in found}))
-                log.warning(
+                self._warn_once(
+                    "elsewhere",
                     "%s: nothing of it moves. Expected tensors on %s, found %d on %s. %s; or, for a rehearsal on the "
                     "CPU, pass device_types=('cpu',) or set FXOFFLOAD_PHASES_DEVICE_TYPES=cpu",
                     ", ".join(group for group in some if elsewhere.get(group)),
@@ -161,9 +152,9 @@ class Inventory:
 
     def warn_of_most_elsewhere(self, elsewhere_bytes: int, present_bytes: int) -> None:
         """Logs once that the larger part of the parameters is on other devices."""
-        if 0 < present_bytes < elsewhere_bytes and "elsewhere" not in self._said:
-            self._said.add("elsewhere")
-            log.warning(
+        if 0 < present_bytes < elsewhere_bytes:
+            self._warn_once(
+                "elsewhere",
                 "params: %s of them move, and %s stay on other devices. Move the model to one device (model.to(...)) "
                 "before its optimizer and its PhaseManager are made",
                 format_bytes(present_bytes),
@@ -172,13 +163,20 @@ class Inventory:
 
     def warn_of_absent(self, groups: Collection[str]) -> None:
         """Logs once, for each choice of groups, that there is nothing that could be in them."""
-        if groups and not any(map(self.may_have, groups)) and (key := " and ".join(groups)) not in self._said:
-            self._said.add(key)
-            log.warning(
+        may_have = {OPTIMIZER: bool(self.optimizers), EXTRA: bool(self._extra)}
+        if groups and not any(may_have.get(group, bool(self.models)) for group in groups):
+            key = " and ".join(groups)
+            self._warn_once(
+                key,
                 "nothing moves for %s: expected a PhaseManager that has some, found one that was made without. Pass "
                 "the model, the optimizer or extra to it",
                 key,
             )
+
+    def _warn_once(self, key: str, message: str, *args: Any) -> None:
+        if key not in self._said:
+            self._said.add(key)
+            log.warning(message, *args)
 
 
 class Walk:
@@ -205,24 +203,22 @@ class Walk:
     @functools.cached_property
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Parameters of all models, tied ones once, in the models' order."""
-        seen = set()
-        found = []
-        for prefix, model in self._models.items():
-            for name, parameter in self._named_parameters(prefix, model):
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    found.append((_join(prefix, name), parameter))
-        return found
+        found: dict[int, tuple[str, nn.Parameter]] = {}
+        for name, parameter in self._members("parameters"):
+            found.setdefault(id(parameter), (name, parameter))
+        return list(found.values())
 
-    def _named_parameters(self, prefix: str, model: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
-        if type(model).named_parameters is not nn.Module.named_parameters:  # FSDP1 has its own names
-            return model.named_parameters()
-        return (
-            (_join(path, name), parameter)
-            for path, module in self._submodules[prefix]
-            for name, parameter in module._parameters.items()
-            if parameter is not None
-        )
+    def _members(self, kind: str) -> Iterator[tuple[str, Any]]:
+        """The "parameters" or "buffers" of all models, in the models' order."""
+        for prefix, model in self._models.items():
+            named = f"named_{kind}"
+            if getattr(type(model), named) is not getattr(nn.Module, named):  # FSDP1 has its own names
+                yield from ((_join(prefix, name), tensor) for name, tensor in getattr(model, named)())
+                continue
+            for path, module in self._submodules[prefix]:
+                for name, tensor in getattr(module, f"_{kind}").items():
+                    if tensor is not None:
+                        yield _join(prefix, _join(path, name)), tensor
 
     @functools.cached_property
     def _submodules(self) -> dict[str, list[tuple[str, nn.Module]]]:
@@ -254,16 +250,16 @@ class Walk:
         if not self._models:
             return
         for i, optimizer in enumerate(self._optimizers):
-            for group in getattr(optimizer, "param_groups", ()):
-                for parameter in group["params"]:
-                    if id(parameter) not in seen:
-                        seen.add(id(parameter))
-                        yield f"optimizer{i}", parameter
+            for parameter in parameters_of(optimizer):
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield f"optimizer{i}", parameter
 
     @functools.cached_property
     def _names(self) -> dict[int, str]:
         """Of parameters by id, also of shards that a gathered FSDP2 module does not show."""
-        shards = {id(p): f"{name}.{i}" for name, module in self._fsdp for i, p in enumerate(_shards(module))}
+        fsdp2 = ((name, module) for name, module in self._fsdp if sharded.is_fsdp2(module))
+        shards = {id(p): f"{name}.{i}" for name, module in fsdp2 for i, p in enumerate(sharded.parameters_of(module))}
         return shards | {id(parameter): name for name, parameter in self.parameters}
 
     @functools.cached_property
@@ -277,14 +273,7 @@ class Walk:
         yield from ((name, p) for name, p in self.parameters if id(p) not in self.kept_by_fsdp)
 
     def _buffers(self) -> NamedTensors:
-        for prefix, model in self._models.items():
-            if type(model).named_buffers is not nn.Module.named_buffers:
-                yield from ((_join(prefix, name), buffer) for name, buffer in model.named_buffers())
-                continue
-            for path, module in self._submodules[prefix]:
-                for name, buffer in module._buffers.items():
-                    if buffer is not None:
-                        yield _join(prefix, _join(path, name)), buffer
+        return self._members("buffers")
 
     def _grads(self) -> NamedTensors:
         for name, parameter in self.gradient_owners():
@@ -345,17 +334,13 @@ def opaque_bytes(tensor: Tensor) -> int:
 
 def find_device(inventory: Inventory, device_types: frozenset[str]) -> torch.device:
     """The device that most of this is about: of the first tensor on one of the types."""
-    for group in inventory.order(GROUPS):
+    for group in BY_PRECEDENCE:
         for _, tensor in inventory.collect(group):
             if tensor.device.type in device_types:
                 return tensor.device
     if "cuda" in device_types and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
-
-
-def _shards(module: nn.Module) -> list[Tensor]:
-    return sharded.parameters_of(module) if sharded.is_fsdp2(module) else []
 
 
 def _named_models(models: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]) -> dict[str, nn.Module]:
@@ -380,6 +365,3 @@ def _free_name(name: str, taken: Mapping[str, Any]) -> str:
 
 def _join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
-
-
-assert set(GROUPS) == {PARAMS, BUFFERS, GRADS, OPTIMIZER, EXTRA}

@@ -15,7 +15,7 @@ from fxoffload.phases.guarding.sentinel import bring_back, holdings_of, is_away,
 from fxoffload.phases.inventory import Inventory, can_be_emptied
 from fxoffload.phases.moving.host_image import HostImage
 from fxoffload.phases.moving.storages import Holding, Owner, Where, plain_tensors
-from fxoffload.phases.phase import BUFFERS, EXTRA, GRADS, GROUPS, OPTIMIZER, PARAMS
+from fxoffload.phases.phase import BUFFERS, BY_PRECEDENCE, EXTRA, GRADS, GROUPS, OPTIMIZER, PARAMS
 from fxoffload.sizes import format_bytes
 
 # Groups that a forward or a step needs first arrive first.
@@ -84,10 +84,9 @@ class PhaseLedger:
 
     def describe(self) -> str:
         """Where each group is, in words."""
-        sizes: dict[str, int] = {}
+        sizes: Counter[str] = Counter()
         for holding in self._held.values():
-            key = f"{holding.group} {holding.where.value}"
-            sizes[key] = sizes.get(key, 0) + holding.nbytes
+            sizes[f"{holding.group} {holding.where.value}"] += holding.nbytes
         if not sizes:
             return "everything is on the device"
         return ", ".join(f"{key} ({format_bytes(size)})" for key, size in sizes.items())
@@ -95,7 +94,7 @@ class PhaseLedger:
     def storages(self, groups: Iterable[str] = GROUPS) -> list[Holding]:
         """Every storage of these groups, known or new, with every tensor on it, wherever it is.
 
-        A storage that lies in several groups belongs to the first of params, buffers, grads, optimizer, extra.
+        A storage that lies in several groups belongs to the first of ``BY_PRECEDENCE``.
         """
         groups = tuple(groups)
         found: dict[int, Holding] = {}
@@ -105,7 +104,7 @@ class PhaseLedger:
         self._foreign, self.has_immovable = [], False
         walk = self._inventory.walk()
         # One loop, written out: the caller waits for every turn of it, and so does its work on the device.
-        for group in self._inventory.order(GROUPS):
+        for group in BY_PRECEDENCE:
             is_asked_for = group in groups
             named = walk.collect(group)
             is_present, elsewhere, bytes_elsewhere = False, Counter[torch.device](), 0

@@ -178,7 +178,7 @@ class PhaseManager:
         plain = inner[0]
         holding = self.holding_of(plain)
         if holding is not None and holding.where is Where.LEAVING:
-            self._transit.worker.drain()
+            self.drain()
             holding = self.holding_of(plain)
         if holding is None:
             return plain.detach().to("cpu", copy=True, memory_format=torch.preserve_format)
@@ -276,10 +276,6 @@ class PhaseManager:
         self._blocks = [weakref.ref(one) for one in found]
         return found
 
-    def _begin_block(self, block: _Block) -> None:
-        self.enter(block.phase)
-        self._blocks.append(weakref.ref(block))
-
     def _end_block(self, block: _Block, failed: bool) -> None:
         around = self._blocks_around(block)
         if failed:
@@ -371,7 +367,7 @@ class PhaseManager:
         Raises:
             RuntimeError: something is offloaded.
         """
-        self._transit.worker.drain()
+        self.drain()
         return self._transit.release()
 
     def metrics(self, *, reset: bool = True) -> dict[str, float]:
@@ -414,10 +410,10 @@ class PhaseManager:
         wanted = as_groups(groups)
         claim(self._inventory, self._transit.device_types)
         self._transit.report()
-        self._guards.warn_of_late_writes()
+        self._guards.reader.warn_of_late_writes()
         _drop_abandoned_activations()
         transition = self._record(Transition("offload", wanted, phase))
-        handle = self._transit.offload(wanted, transition, at_once=wait)
+        handle = self._transit.offload(transition, at_once=wait)
         return handle.wait() if wait else handle
 
     def _onload(self, groups: tuple[str, ...], wait: bool, phase: str, *, reports: bool = True) -> Handle:
@@ -425,9 +421,9 @@ class PhaseManager:
         wanted = as_groups(groups)
         if reports:
             self._transit.report()
-        self._guards.warn_of_late_writes()
+        self._guards.reader.warn_of_late_writes()
         transition = self._record(Transition("onload", wanted, phase))
-        handle = self._transit.onload(wanted, transition, at_once=wait)
+        handle = self._transit.onload(transition, at_once=wait)
         return handle.wait() if wait else handle
 
     def _record(self, transition: Transition) -> Transition:
@@ -455,7 +451,8 @@ class _Block:
         self.phase, self.then = phase, then
 
     def __enter__(self) -> PhaseManager:
-        self._manager._begin_block(self)
+        self._manager.enter(self.phase)
+        self._manager._blocks.append(weakref.ref(self))
         return self._manager
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

@@ -5,16 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
-
-class Waits(Protocol):
-    """Measures itself. Holds no tensors: a transition is kept for long."""
-
-    @property
-    def seconds(self) -> float: ...
+from fxoffload.phases.stand_still import StandStill
 
 
 @dataclass(eq=False)
@@ -31,7 +25,7 @@ class Transition:
         freed_bytes: by which the device's free memory grew, as the driver sees it (an offload that was waited for).
         host_bytes: of the host image afterwards.
         failed: whether it was rolled back.
-        stream: the clock that is charged with the waits for a stream of weights.
+        stream: the clock that is charged with the waits of streams.
         is_over: whether it has ended, one way or the other.
     """
 
@@ -44,11 +38,9 @@ class Transition:
     freed_bytes: int = 0
     host_bytes: int = 0
     failed: bool = False
-    stream: Waits | None = None
+    stream: StandStill = field(default_factory=StandStill)
     is_over: bool = False
     _began: float = field(default_factory=time.perf_counter)
-    _waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
-    _stream_seconds: float = 0.0
 
     @property
     def gb_per_s(self) -> float:
@@ -58,11 +50,7 @@ class Transition:
     @property
     def exposed_seconds(self) -> float:
         """That the calling thread or its stream stood still for copies. Counts the waits of streams that are over."""
-        while self._waits and self._waits[0][1].query():
-            before, after = self._waits.pop(0)
-            self._stream_seconds += before.elapsed_time(after) / 1e3
-        streamed = self.stream.seconds if self.stream is not None else 0.0
-        return self.host_wait_seconds + self._stream_seconds + streamed
+        return self.host_wait_seconds + self.stream.seconds
 
     def stood_still_since(self, began: float) -> None:
         """The calling thread did nothing else since then (``time.perf_counter()``)."""
@@ -77,11 +65,8 @@ class Transition:
 
     def let_wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
         """Lets a stream wait for a copy of this transition, and measures for how long it does."""
-        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        before.record(stream)
-        stream.wait_event(event)
-        after.record(stream)
-        self._waits.append((before, after))
+        with self.stream.on_stream(stream):
+            stream.wait_event(event)
 
 
 def summed(transitions: Iterable[Transition], host_bytes: int, phases: Iterable[str]) -> dict[str, float]:

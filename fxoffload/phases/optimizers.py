@@ -69,7 +69,7 @@ def _descend(optimizer: Any, found: dict[int, Any], seen: set[int]) -> None:
 def _has_own_state(optimizer: Any, inner: Iterable[Any]) -> bool:
     """Whether a wrapper has entries that are not just those of its inner optimizers."""
     state = getattr(optimizer, "__dict__", {}).get("state")
-    return isinstance(state, Mapping) and bool(state) and not any(state is _state_of(one) for one in inner)
+    return isinstance(state, Mapping) and bool(state) and not any(state is getattr(one, "state", None) for one in inner)
 
 
 def _wrapped(optimizer: Any) -> Iterable[Any] | None:
@@ -101,28 +101,26 @@ def named_state(
         masters: whether parameters that have no name are master copies, and so state. Give False without the model:
             then they may be the model's.
     """
-    groups: list[dict[str, Any]] = list(getattr(optimizer, "param_groups", ()))
-    state = _all_state(optimizer, groups, names, kept)
+    state = _all_state(optimizer, names, kept)
     if masters:
         return state
     others = {id(parameter) for parameter in parameters_of(optimizer)}
     return ((name, tensor) for name, tensor in state if id(tensor) not in others)
 
 
-def _all_state(
-    optimizer: Any, groups: list[dict[str, Any]], names: Mapping[int, str], kept: Collection[int]
-) -> Iterator[tuple[str, Tensor]]:
-    for key, entries in _entries(optimizer):
+def _all_state(optimizer: Any, names: Mapping[int, str], kept: Collection[int]) -> Iterator[tuple[str, Tensor]]:
+    state = getattr(optimizer, "state", None)
+    for key, entries in list(state.items()) if isinstance(state, Mapping) else ():
         if id(key) not in kept:
             name = names.get(id(key), "parameter") if isinstance(key, Tensor) else str(key)
             yield from _tensors(name, entries, _DEPTH, set())
+    groups: list[dict[str, Any]] = list(getattr(optimizer, "param_groups", ()))
     for i, group in enumerate(groups):
         yield from _tensors(f"group{i}", {k: v for k, v in group.items() if k != "params"})
         for j, parameter in enumerate(group["params"]):
             if id(parameter) not in names:  # a master copy that the model does not know
                 yield f"group{i}.{j}", parameter
-    own: dict[str, Any] = dict(getattr(optimizer, "__dict__", {}))
-    for key, value in own.items():
+    for key, value in dict(getattr(optimizer, "__dict__", {})).items():
         if key not in ("state", "param_groups", "defaults", *_MANY, *_ONE) and not callable(value):
             yield from _tensors(key, value)
 
@@ -139,21 +137,12 @@ def parameters_of(optimizer: Any) -> Iterator[Tensor]:
             yield from group["params"]
 
 
-def _state_of(optimizer: Any) -> Any:
-    return getattr(optimizer, "state", None)
-
-
-def _entries(optimizer: Any) -> list[tuple[Any, Any]]:
-    state = _state_of(optimizer)
-    return list(state.items()) if isinstance(state, Mapping) else []
-
-
 def _tensors(name: str, tree: Any, depth: int = 0, seen: set[int] | None = None) -> Iterator[tuple[str, Tensor]]:
     """Of a tree and, down to ``depth``, of the objects in it; ``seen`` are objects that were walked through."""
     if type(tree) is dict and all(type(key) is str and isinstance(value, Tensor) for key, value in tree.items()):
         yield from ((f"{name}[{key!r}]", value) for key, value in tree.items())  # nearly always: ten times faster
         return
-    if isinstance(tree, _PLAIN) or (type(tree) in (list, tuple) and all(map(_is_plain, tree))):
+    if isinstance(tree, _PLAIN) or (type(tree) in (list, tuple) and all(isinstance(leaf, _PLAIN) for leaf in tree)):
         return  # 200,000 numbers in a list are no reason to be late for a step
     leaves_with_path: Any = tree_flatten_with_path(tree)[0]
     for path, leaf in leaves_with_path:
@@ -163,10 +152,6 @@ def _tensors(name: str, tree: Any, depth: int = 0, seen: set[int] | None = None)
             seen.add(id(leaf))
             for attribute, value in inside.items():
                 yield from _tensors(f"{name}{_written(path)}.{attribute}", value, depth - 1, seen)
-
-
-def _is_plain(leaf: Any) -> bool:
-    return isinstance(leaf, _PLAIN)
 
 
 def _written(path: Iterable[Any]) -> str:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 PARAMS, BUFFERS, GRADS, OPTIMIZER, EXTRA = "params", "buffers", "grads", "optimizer", "extra"
 # In the order in which they leave: the group that is needed last leaves first.
 GROUPS = (GRADS, OPTIMIZER, EXTRA, BUFFERS, PARAMS)
+# A storage that lies in several groups belongs to the first of these.
+BY_PRECEDENCE = (PARAMS, BUFFERS, GRADS, OPTIMIZER, EXTRA)
 
 
 class Phase(str, enum.Enum):

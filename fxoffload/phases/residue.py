@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fxoffload.environment import check_device_types
 from fxoffload.phases.guarding.sentinel import untouched
+from fxoffload.phases.moving.storages import plain_tensors
 from fxoffload.phases.referrers import describe_referrers
 from fxoffload.runtime.switches import without_grad
 from fxoffload.sizes import format_bytes, parse_bytes
@@ -111,15 +112,16 @@ def residue(
     gc.collect()
     found = Residues()
     with untouched():
-        known = {key for tensor in _known(ignore) if (key := _storage_key(tensor)) is not None}
+        known = {storage_key(plain) for tensor in _known(ignore) for plain in plain_tensors(tensor)}
         storages: dict[int, list[Tensor]] = {}
-        for tensor in _alive():
+        alive = _alive()
+        for tensor in alive:
             key = _storage_key(tensor)
             if key is not None and key not in known and _is_wanted(tensor, one, device_types, least):
                 storages.setdefault(key, []).append(tensor)
         tensors = [tensor for some in storages.values() for tensor in some]
-        texts = describe_referrers(tensors, [tensors, storages, *storages.values()])
-        grads = _grad_owners(tensors)
+        texts = describe_referrers(tensors, [alive, tensors, storages, *storages.values()])
+        grads = _grad_owners(alive, tensors)
         for some in storages.values():
             held_by = [t for tensor in some for t in (*texts[id(tensor)], *grads.get(id(tensor), ()))]
             found.append(_residue(some, held_by))
@@ -164,21 +166,15 @@ def _known(ignore: Iterable[Any]) -> list[Tensor]:
             found += [*thing.parameters(), *thing.buffers()]
         else:
             found += [leaf for leaf in tree_leaves(thing) if isinstance(leaf, Tensor)]
-    for tensor in list(found):
-        if is_traceable_wrapper_subclass(tensor):
-            inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])  # type: ignore[attr-defined]
-            found += [one for one in inner if isinstance(one, Tensor)]
     return found
 
 
-def _grad_owners(tensors: list[Tensor]) -> dict[int, list[str]]:
+def _grad_owners(alive: list[Tensor], tensors: list[Tensor]) -> dict[int, list[str]]:
     """A gradient is held by its tensor, in C++."""
     wanted = {id(tensor) for tensor in tensors}
     found: dict[int, list[str]] = {}
-    for owner in gc.get_objects():
-        if not issubclass(type(owner), Tensor) or is_fake(owner) or not owner.is_leaf:
-            continue
-        if owner.grad is not None and id(owner.grad) in wanted:
+    for owner in alive:
+        if owner.is_leaf and owner.grad is not None and id(owner.grad) in wanted:
             shape = "x".join(map(str, owner.shape))
             found.setdefault(id(owner.grad), []).append(f"grad of a {type(owner).__name__} ({shape})")
     return found

@@ -21,6 +21,7 @@ arrived: see [Note: Away classes] and [Note: Gates].
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import threading
@@ -29,7 +30,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -67,6 +68,7 @@ _PATIENCE = 200  # Sleeps of YIELD_S, 10 ms in all: an interrupted reader may be
 _AHEAD_BYTES = 2 << 30  # 40 ms of copying: longer than the search for everything
 _GONE = (Where.HOST, Where.LEAVING)
 _Found = TypeVar("_Found")
+_Params = ParamSpec("_Params")
 
 
 @dataclass(eq=False)
@@ -99,6 +101,24 @@ class _Return:
     holdings: list[Holding]
     pending: list[Holding]
     handle: Handle
+
+
+def _reading(
+    method: Callable[Concatenate[Transit, _Params], None],
+) -> Callable[Concatenate[Transit, _Params], None]:
+    """A transaction of a caller who needs a tensor now: the background threads stand back."""
+    change = transaction(method)
+
+    @functools.wraps(method)
+    def call(self: Transit, *args: _Params.args, **kwargs: _Params.kwargs) -> None:
+        mine = threading.get_ident()
+        try:
+            self._readers.add(mine)
+            change(self, *args, **kwargs)
+        finally:
+            self._readers.discard(mine)
+
+    return call
 
 
 class Transit:
@@ -193,27 +213,33 @@ class Transit:
 
     # -- to the host ---------------------------------------------------------------------------------------------------
 
-    def offload(self, groups: tuple[str, ...], transition: Transition, *, at_once: bool) -> Handle:
+    def offload(self, transition: Transition, *, at_once: bool) -> Handle:
         """Starts to move groups to the host.
 
         Args:
             at_once: whether a caller waits for the memory.
         """
-        self.worker.require_own_process("offload()")
+        # The caller, and the device, wait for this: no time to collect garbage.
+        with self._starting(transition), gc_paused():
+            return self._start_offload(transition, at_once)
+
+    @contextmanager
+    def _starting(self, transition: Transition) -> Iterator[None]:
+        """The block starts a transition, while the caller waits."""
+        self.worker.birthplace.require(f"{transition.kind}()")
         began = time.perf_counter()
         try:
-            # The caller, and the device, wait for this: no time to collect garbage.
-            with record_function(f"fxoffload::offload({','.join(groups)})"), gc_paused():
-                handle = self._start_offload(groups, transition, at_once)
+            with record_function(f"fxoffload::{transition.kind}({','.join(transition.groups)})"):
+                yield
         except BaseException:
             transition.finish(failed=True)
             raise
         transition.stood_still_since(began)
-        return handle
 
     @transaction
-    def _start_offload(self, groups: tuple[str, ...], transition: Transition, at_once: bool) -> Handle:
+    def _start_offload(self, transition: Transition, at_once: bool) -> Handle:
         self.harvest()
+        groups = transition.groups
         departure = self._preparing = _Departure(transition, at_once)
         if GRADS in groups:
             self._gradients.apply_policy(departure.dropped)
@@ -222,7 +248,10 @@ class Transit:
         self._fence([held for held in arriving if held.serial])
         if at_once:
             self._start_ahead(groups, departure)
-        departure.holdings = holdings = self._find(groups)
+        if GRADS in groups:
+            self._drop_dead_gradients()
+        departure.holdings = holdings = self.ledger.on_device(groups)
+        self.warn_of_what_stays(groups)
         transition.nbytes = sum(held.nbytes for held in holdings)
         free_before = free_bytes(holdings)
         departure.handle = handle = Handle(
@@ -256,13 +285,6 @@ class Transit:
         self.mover.before_leaving(remembered)
         departure.ahead = Ahead(remembered)
         self.mover.start_ahead(departure.ahead)
-
-    def _find(self, groups: tuple[str, ...]) -> list[Holding]:
-        if GRADS in groups:
-            self._drop_dead_gradients()
-        found = self.ledger.on_device(groups)
-        self.warn_of_what_stays(groups)
-        return found
 
     def warn_of_what_stays(self, groups: tuple[str, ...]) -> None:
         """Warns once of tensors that the last search of the ledger has found and that do not move."""
@@ -356,28 +378,21 @@ class Transit:
 
     # -- to the device -------------------------------------------------------------------------------------------------
 
-    def onload(self, groups: tuple[str, ...], transition: Transition, *, at_once: bool) -> Handle:
+    def onload(self, transition: Transition, *, at_once: bool) -> Handle:
         """Starts to move groups to the device.
 
         Args:
             at_once: whether a caller waits for all of it; else see [Note: Slices].
         """
-        self.worker.require_own_process("onload()")
-        began = time.perf_counter()
-        try:
-            with record_function(f"fxoffload::onload({','.join(groups)})"):
-                self._drain(groups)
-                try:
-                    handle = self._start_onload(groups, transition, at_once)
-                except torch.OutOfMemoryError:
-                    if not self._make_room():
-                        raise
-                    handle = self._start_onload(groups, transition, at_once)
-        except BaseException:
-            transition.finish(failed=True)
-            raise
-        transition.stood_still_since(began)
-        return handle
+        with self._starting(transition):
+            if self._holds(Where.LEAVING, transition.groups):
+                self.worker.drain()
+            try:
+                return self._start_onload(transition, at_once)
+            except torch.OutOfMemoryError:
+                if not self._make_room():
+                    raise
+                return self._start_onload(transition, at_once)
 
     def _make_room(self) -> bool:
         """Waits for storages that are leaving. Returns whether there were any."""
@@ -387,22 +402,19 @@ class Transit:
             torch.cuda.empty_cache()
         return crowded
 
-    def _drain(self, groups: tuple[str, ...]) -> None:
-        if self._holds(Where.LEAVING, groups):
-            self.worker.drain()
-
     @transaction
     def _holds(self, where: Where, groups: tuple[str, ...]) -> bool:
         return bool(self.ledger.held(where, groups=groups))
 
     @transaction
-    def _start_onload(self, groups: tuple[str, ...], transition: Transition, at_once: bool) -> Handle:
+    def _start_onload(self, transition: Transition, at_once: bool) -> Handle:
         self.harvest()
+        groups = transition.groups
         if GRADS in groups:
             self._drop_dead_gradients()
         holdings = self.ledger.on_host(groups)
         if self.guards is not None:
-            self.guards.returning(holdings)
+            self.guards.reader.returning(holdings)
         pending = self.ledger.held(Where.ARRIVING, groups=groups)
         transition.nbytes = max(transition.nbytes, sum(held.nbytes for held in holdings))
         transition.is_over = False
@@ -411,7 +423,8 @@ class Transit:
         self._latest |= dict.fromkeys((held.group for held in holdings), transition)
         self.mover.begin_arrivals()
         if at_once:
-            self._begun(self._start_all(pending))
+            for waiting in pending:
+                self._begun(self._start_until(waiting))
             self.mover.arrive(holdings)
             self._begun(holdings)
         else:
@@ -425,9 +438,6 @@ class Transit:
         self._returns.append(back)  # from here on it is the thread's
         self._preparing = None
         return handle
-
-    def _start_all(self, pending: list[Holding]) -> list[Holding]:
-        return [held for waiting in pending for held in self._start_until(waiting)]
 
     def _begun(self, holdings: Iterable[Holding]) -> None:
         """A copy without an event was made at once."""
@@ -583,48 +593,26 @@ class Transit:
 
     # -- uses of tensors -----------------------------------------------------------------------------------------------
 
+    @_reading
     def touched(self, holding: Holding, what: str, *, writes: bool = False) -> None:
         """See ``fxoffload.phases.moving.storages.Owner``."""
-        with self._reading():
-            self._touched(holding, what)
-
-    @transaction
-    def _touched(self, holding: Holding, what: str) -> None:
         if holding.where in _GONE:
             raise OffloadedError(self._complaint(holding, what))
         self._fence([holding])
 
-    @contextmanager
-    def _reading(self) -> Iterator[None]:
-        """The caller needs a tensor now: the background threads stand back."""
-        mine = threading.get_ident()
-        try:
-            self._readers.add(mine)
-            yield
-        finally:
-            self._readers.discard(mine)
-
+    @_reading
     def pass_gate(self, tensors: list[Tensor], what: str) -> None:
         """``fence`` of tensors that a module is about to read; it tells in what order things are needed."""
-        with self._reading():
-            self._pass_gate(tensors, what)
-
-    @transaction
-    def _pass_gate(self, tensors: list[Tensor], what: str) -> None:
         self.ledger.note_reads(what, tensors)
-        self._fence_tensors(tensors, what)
+        self.fence(tensors, what)
 
+    @_reading
     def fence(self, tensors: Iterable[Tensor], what: str) -> None:
         """Lets the current stream wait for those of the tensors that are arriving.
 
         Raises:
             OffloadedError: one is on the host; or gradients are, and this may be followed by a backward.
         """
-        with self._reading():
-            self._fence_tensors(tensors, what)
-
-    @transaction
-    def _fence_tensors(self, tensors: Iterable[Tensor], what: str) -> None:
         arriving: list[Holding] = []
         for held in (held for tensor in tensors for held in holdings_of(tensor)):
             if held.owner is not self:
@@ -637,13 +625,9 @@ class Transit:
         if torch.is_grad_enabled():
             self._require_gradients(what)
 
+    @_reading
     def fence_group(self, group: str) -> None:
         """``fence`` of all that a group holds."""
-        with self._reading():
-            self._fence_group(group)
-
-    @transaction
-    def _fence_group(self, group: str) -> None:
         for held in self.ledger.held(*_GONE, groups=(group,)):
             raise OffloadedError(self._complaint(held, f"a use of the {group}"))
         self._fence(self.ledger.held(Where.ARRIVING, groups=(group,)))

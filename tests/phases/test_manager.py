@@ -499,7 +499,7 @@ def test_it_lives_as_long_as_something_is_away() -> None:
     with pytest.raises(OffloadedError):
         model(batch(0))
     transit: Any = holdings_of(next(model.parameters()))[0].owner
-    transit.onload(GROUPS, Transition("onload", GROUPS), at_once=True).wait()
+    transit.onload(Transition("onload", GROUPS), at_once=True).wait()
     assert differences(before, snapshot(model, optimizer)) == []
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fxoffload.phases import PhaseManager
-from fxoffload.phases.weight_sync.stand_still import StandStill
+from fxoffload.phases.stand_still import StandStill
 from fxoffload.runtime.copies.streams import HostCopies
 
 WIDTH = 32

@@ -17,12 +17,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fxoffload.phases.guarding.sentinel import holdings_of, touch
-from fxoffload.phases.moving.storages import Where
-from fxoffload.phases.optimizers import state_tensors
+from fxoffload.phases.guarding.overrides import references_of, walk
+from fxoffload.phases.guarding.sentinel import fence_arriving
+from fxoffload.phases.optimizers import parameters_of, state_tensors
 from fxoffload.torch_private.compiled_code import compiled_functions, num_graphs_compiled
-
-_DEPTH = 6  # of references from a function to a model
 
 
 class CompiledFunctions:
@@ -66,45 +64,17 @@ def reached(function: Any, targets: dict[int, Any]) -> Iterator[Any]:
     It looks in the function's closure, globals that it names, its arguments' defaults and the object it is bound to. It
     also looks in the attributes and items of all these.
     """
-    seen: set[int] = set()
-    level = [function]
-    for _ in range(_DEPTH):
-        following = []
-        for thing in level:
-            if id(thing) in seen:
-                continue
-            seen.add(id(thing))
-            if id(thing) in targets:
-                yield thing
-            else:
-                following += _references(thing)
-        level = following
 
+    def references(thing: Any) -> list[Any]:
+        if id(thing) in targets:
+            return []
+        found = references_of(thing)
+        if isinstance(thing, types.FunctionType):
+            names = set(_names(thing.__code__))
+            found += [thing.__globals__[name] for name in names if name in thing.__globals__]
+        return found
 
-def _references(thing: Any) -> list[Any]:
-    try:
-        return _references_of(thing)
-    except Exception:  # a proxy of something that is gone, say
-        return []
-
-
-def _references_of(thing: Any) -> list[Any]:
-    if isinstance(thing, types.FunctionType):
-        names = set(_names(thing.__code__))
-        found = [thing.__globals__[name] for name in names if name in thing.__globals__]
-        found += [cell.cell_contents for cell in thing.__closure__ or () if _is_filled(cell)]
-        return [*found, *(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values(), *vars(thing).values()]
-    if isinstance(thing, types.MethodType):
-        return [thing.__self__, thing.__func__]
-    if isinstance(thing, functools.partial):
-        return [thing.func, *thing.args, *thing.keywords.values()]
-    if isinstance(thing, (list, tuple, set, frozenset)):
-        return list(thing)
-    if isinstance(thing, dict):
-        return list(thing.values())
-    if isinstance(thing, (types.ModuleType, type, Tensor)) or type(thing).__module__.startswith("fxoffload."):
-        return []
-    return list(getattr(thing, "__dict__", {}).values())
+    return (thing for thing in walk(function, references) if id(thing) in targets)
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
@@ -114,19 +84,9 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        _ = cell.cell_contents
-    except ValueError:
-        return False
-    return True
-
-
 def _fence(used: list[Any]) -> Callable[[], None]:
     for thing in used:
-        for tensor in _tensors_of(thing):
-            if any(holding.where is Where.ARRIVING for holding in holdings_of(tensor)):
-                touch(tensor, "a compiled function")
+        fence_arriving(_tensors_of(thing), "a compiled function")
     return _nothing
 
 
@@ -135,7 +95,7 @@ def _tensors_of(thing: Any) -> Iterator[Tensor]:
         parameters = list(thing.parameters())
         yield from thing.buffers()
     else:
-        parameters = [p for group in getattr(thing, "param_groups", ()) for p in group["params"]]
+        parameters = list(parameters_of(thing))
         yield from state_tensors(thing)
     yield from parameters
     yield from (p.grad for p in parameters if p.grad is not None)

@@ -44,7 +44,8 @@ class _Forwards:
 
     @locked(lambda self, watcher: self._lock)
     def watch(self, watcher: Watcher) -> None:
-        """See ``watch_forwards``."""
+        """Lets a bound method be called with each ``DistributedDataParallel`` whose forward begins, until ``ignore`` or
+        the end of the object that the method is bound to."""
         self._keep((*self._watchers, weakref.WeakMethod(watcher)))
         now = DistributedDataParallel.forward
         if self._examined[0] is not now:
@@ -55,7 +56,7 @@ class _Forwards:
 
     @locked(lambda self, watcher: self._lock)
     def ignore(self, watcher: Watcher) -> None:
-        """See ``ignore_forwards``."""
+        """Ends that. May be called twice, and before ``watch``."""
         self._keep(one for one in self._watchers if one() != watcher)
         if not self._watchers and DistributedDataParallel.forward is self._ours:
             DistributedDataParallel.forward = self._original
@@ -70,15 +71,4 @@ class _Forwards:
         self._watchers = tuple(one for one in watchers if one() is not None)
 
 
-_forwards = _Forwards()
-
-
-def watch_forwards(watcher: Watcher) -> None:
-    """Lets a bound method be called with each ``DistributedDataParallel`` whose forward begins, until
-    ``ignore_forwards`` or the end of the object that the method is bound to."""
-    _forwards.watch(watcher)
-
-
-def ignore_forwards(watcher: Watcher) -> None:
-    """Ends that. May be called twice, and before ``watch_forwards``."""
-    _forwards.ignore(watcher)
+forwards = _Forwards()

@@ -13,7 +13,7 @@ too: see [Note: DDP]. When everything is back all gates are gone: Dynamo traces 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fxoffload.phases.guarding import sharded
-from fxoffload.phases.guarding.data_parallel import ignore_forwards, watch_forwards
+from fxoffload.phases.guarding.data_parallel import forwards
+from fxoffload.phases.guarding.guards import named_members, own_tensors
 from fxoffload.phases.guarding.overrides import remove_hook
 from fxoffload.torch_private.compiled_code import optimized_modules_of
 
@@ -53,22 +54,21 @@ class Gates:
         for caller in self._callers:
             self._gate(caller, _tensors_under(caller), "the forward of the compiled model")
         self._members = {id(module) for model in self._models.values() for module in model.modules()}
-        self._undo.append(lambda: ignore_forwards(self._pass_wrapper))
-        watch_forwards(self._pass_wrapper)
-        for prefix, model in self._models.items():
-            groups = dict(sharded.fsdp_groups(model))
-            for name, module in model.named_modules():
-                what = f"the forward of {'.'.join(filter(None, (prefix, name))) or type(module).__name__}"
-                compiled = getattr(module, "_compiled_call_impl", None)
-                if compiled is not None:
-                    self._wrap(module, compiled, _tensors_under(module), what)
-                if module in groups:
-                    read = [module, *sharded.prefetched_by(module)]
-                    self._gate(module, [t for one in read for t in groups.get(one, ())], what)
-                elif isinstance(module, (DistributedDataParallel, torch.jit.ScriptModule)):
-                    self._gate(module, _tensors_under(module), what)
-                elif own := list(_own_tensors(module)):
-                    self._gate(module, own, what)
+        self._undo.append(lambda: forwards.ignore(self._pass_wrapper))
+        forwards.watch(self._pass_wrapper)
+        groups = {module: read for model in self._models.values() for module, read in sharded.fsdp_groups(model)}
+        for name, module in named_members(self._models):
+            what = f"the forward of {name}"
+            compiled = getattr(module, "_compiled_call_impl", None)
+            if compiled is not None:
+                self._wrap(module, compiled, _tensors_under(module), what)
+            if module in groups:
+                read = [module, *sharded.prefetched_by(module)]
+                self._gate(module, [t for one in read for t in groups.get(one, ())], what)
+            elif isinstance(module, (DistributedDataParallel, torch.jit.ScriptModule)):
+                self._gate(module, _tensors_under(module), what)
+            else:
+                self._gate(module, own_tensors(module), what)
         self._is_whole = True
 
     def remove(self) -> None:
@@ -111,12 +111,6 @@ class Gates:
 
         self._undo.append(undo)
         module._compiled_call_impl = call
-
-
-def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
-    for tensor in (*module._parameters.values(), *module._buffers.values()):
-        if tensor is not None:
-            yield tensor
 
 
 def _tensors_under(module: nn.Module) -> list[Tensor]:

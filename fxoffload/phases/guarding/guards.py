@@ -9,6 +9,7 @@ anything has happened, it fences arriving tensors and raises ``OffloadedError`` 
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -19,10 +20,10 @@ from torch import Tensor, nn
 from fxoffload.phases.guarding import sharded
 from fxoffload.phases.guarding.compiled import CompiledFunctions
 from fxoffload.phases.guarding.guarded import Guarded
-from fxoffload.phases.guarding.overrides import Override, Overrides, is_ours
-from fxoffload.phases.guarding.sentinel import OffloadedError, holdings_of, is_away, touch
+from fxoffload.phases.guarding.overrides import Override, is_ours
+from fxoffload.phases.guarding.sentinel import OffloadedError, answered, fence_arriving, holdings_of, is_away, touch
 from fxoffload.phases.guarding.state_dicts import HostReader
-from fxoffload.phases.moving.storages import Holding, plain_tensors
+from fxoffload.phases.moving.storages import plain_tensors
 from fxoffload.phases.optimizers import parameters_of, state_tensors
 from fxoffload.phases.phase import OPTIMIZER
 from fxoffload.torch_private.fsdp1 import fsdp1_forget_summons, fsdp1_handle, fsdp1_parameters
@@ -39,9 +40,10 @@ class Guards:
 
     def __init__(self, manager: Guarded) -> None:
         self._manager = manager
-        self._reader = HostReader(manager)
-        self._overrides = Overrides()
-        self._of_optimizers = Overrides()
+        self.reader = HostReader(manager)
+        # In place, noted before they are.
+        self._overrides: list[Override] = []
+        self._of_optimizers: list[Override] = []
         self._hooks: list[Any] = []
         self._hooked: list[Any] = []
         # The same ones each time: see [Note: Overrides]. By the id of their optimizer, which they hold.
@@ -67,7 +69,8 @@ class Guards:
                 if hasattr(optimizer, "step"):
                     if id(optimizer) not in self._steps:
                         self._steps[id(optimizer)] = self._step_of(optimizer)
-                    self._of_optimizers.put(self._steps[id(optimizer)])
+                    self._of_optimizers.append(self._steps[id(optimizer)])
+                    self._of_optimizers[-1].put()
             self._compiled.install(modules.values(), optimizers)
         if of_modules and not self._overrides:
             self._install_of_modules(modules)
@@ -89,30 +92,21 @@ class Guards:
                 self._after_load(optimizer)
 
     def _install_of_modules(self, modules: Mapping[str, nn.Module]) -> None:
-        members = [
-            (".".join(filter(None, (prefix, name))) or type(module).__name__, module)
-            for prefix, model in modules.items()
-            for name, module in model.named_modules()
-        ]
+        members = named_members(modules)
         guarded = [id(target) for _, module in members for target in (module, *_gatherers(module))]
         if guarded != self._guarded:
             self._of_modules = [override for name, module in members for override in self._overrides_of(module, name)]
             self._guarded = guarded
         for override in self._of_modules:
-            self._overrides.put(override)
-
-    def returning(self, holdings: Iterable[Holding]) -> None:
-        """These begin to return to the device."""
-        self._reader.returning(holdings)
-
-    def warn_of_late_writes(self) -> None:
-        """See ``HostReader``."""
-        self._reader.warn_of_late_writes()
+            self._overrides.append(override)
+            override.put()
 
     def remove(self) -> None:
         """Takes the overrides away."""
-        self._overrides.remove()
-        self._of_optimizers.remove()
+        for overrides in (self._overrides, self._of_optimizers):
+            while overrides:
+                overrides[-1].remove()
+                overrides.pop()
         self._compiled.remove()
 
     def close(self) -> None:
@@ -123,30 +117,32 @@ class Guards:
         self._hooks, self._hooked = [], []
 
     def _overrides_of(self, module: nn.Module, name: str) -> list[Override]:
-        found: list[Override] = []
-
-        def put(target: Any, name: str, call: Callable[..., Any]) -> None:
-            found.append(Override(target, name, call))
-
-        what = f"Module.to() or another conversion of {name}"
-        put(module, "_apply", self._touching(lambda: tensors_under(module), what))
-        put(module, "__reduce_ex__", self._reduce(module, f"pickle or deepcopy of {name}"))
-        put(module, "_save_to_state_dict", self._save(module, name))
-        put(module, "load_state_dict", self._load(module, f"load_state_dict(assign=True) of {name}"))
-        put(module, "_load_from_state_dict", self._load_own(module))
+        everything = functools.partial(tensors_under, module)
+        found = [
+            Override(module, "_apply", self._touching(everything, f"Module.to() or another conversion of {name}")),
+            Override(module, "__reduce_ex__", self._reduce(module, f"pickle or deepcopy of {name}")),
+            Override(module, "_save_to_state_dict", self._save(module, name)),
+            Override(module, "load_state_dict", self._load(module, f"load_state_dict(assign=True) of {name}")),
+            Override(module, "_load_from_state_dict", self._load_own(module)),
+        ]
+        gathering = f"FSDP's all-gather of {name}"
         if sharded.is_fsdp2(module):
-            for gathered in fsdp2_groups(module):
-                put(gathered, "unshard", self._unshard(module, gathered, f"FSDP's all-gather of {name}"))
+            forget = functools.partial(fsdp2_forget_iteration, module)
+            for group in fsdp2_groups(module):
+                shards = functools.partial(_shards, group)
+                found.append(Override(group, "unshard", self._touching(shards, gathering, forget)))
         elif sharded.is_fsdp1(module):
             what = f"state_dict() of {name} (FSDP1 gathers it on the device; stream_weights() need not)"
-            put(module, "state_dict", self._touching(lambda: tensors_under(module), what))
+            found.append(Override(module, "state_dict", self._touching(everything, what)))
             what = f"load_state_dict() of {name} (FSDP1 gathers it on the device)"
-            put(module, "load_state_dict", self._touching(lambda: tensors_under(module), what))
-            what = f"clip_grad_norm_() of {name}"
-            put(module, "clip_grad_norm_", self._touching(lambda: gradients_under(module), what))
+            found.append(Override(module, "load_state_dict", self._touching(everything, what)))
+            gradients = functools.partial(gradients_under, module)
+            found.append(Override(module, "clip_grad_norm_", self._touching(gradients, f"clip_grad_norm_() of {name}")))
             handle = fsdp1_handle(module)
             if handle is not None:
-                put(handle, "pre_unshard", self._pre_unshard(module, handle, f"FSDP's all-gather of {name}"))
+                shards = functools.partial(fsdp1_parameters, module)
+                forget = functools.partial(fsdp1_forget_summons, handle)
+                found.append(Override(handle, "pre_unshard", self._touching(shards, gathering, forget)))
         return found
 
     def _step_of(self, optimizer: Any) -> Override:
@@ -161,9 +157,15 @@ class Guards:
         # Called and not traced, but its callees are compiled as ever.
         return Override(optimizer, "step", torch.compiler.disable(call, recursive=False))
 
-    def _touching(self, tensors: Callable[[], Iterable[Tensor]], what: str) -> Callable[..., Any]:
+    def _touching(
+        self, tensors: Callable[[], Iterable[Tensor]], what: str, refused: Callable[[], None] = lambda: None
+    ) -> Callable[..., Any]:
         def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            touch_all(tensors(), what)
+            try:
+                touch_all(tensors(), what)
+            except OffloadedError:
+                refused()
+                raise
             return original(*args, **kwargs)
 
         return call
@@ -185,7 +187,8 @@ class Guards:
             own = own_tensors(module)
             if keep_vars:
                 touch_all(own, f"state_dict(keep_vars=True) of {name}")
-            with self._reader.reading(own):
+            fence_arriving(own, "a state dict")
+            with answered("detach", self.reader.stand_in):
                 original(destination, prefix, keep_vars)
 
         return call
@@ -206,56 +209,31 @@ class Guards:
 
     def _load_own(self, module: nn.Module) -> Callable[..., Any]:
         def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            with self._reader.loading(own_tensors(module)):
+            fence_arriving(own_tensors(module), "load_state_dict()")
+            with answered("copy_", self.reader.stand_in):
                 return original(*args, **kwargs)
-
-        return call
-
-    def _unshard(self, module: Any, group: Any, what: str) -> Callable[..., Any]:
-        def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            try:
-                touch_all([p.sharded_param for p in group.fsdp_params], what)
-            except OffloadedError:
-                fsdp2_forget_iteration(module)
-                raise
-            return original(*args, **kwargs)
-
-        return call
-
-    def _pre_unshard(self, module: Any, handle: Any, what: str) -> Callable[..., Any]:
-        def call(original: Callable[..., Any]) -> Any:
-            try:
-                touch_all(fsdp1_parameters(module), what)
-            except OffloadedError:
-                fsdp1_forget_summons(handle)
-                raise
-            return original()
 
         return call
 
     def _optimizer_hooks(self, optimizer: Any) -> Iterator[Any]:
         if not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):  # a wrapper may not call Optimizer.__init__
             return
+
         # Weakly: while something is away its tensors keep us, and afterwards a hook is no reason to keep a host image.
-        ours = weakref.ref(self)
+        def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+            reference = weakref.WeakMethod(method)
 
-        def before_load(optimizer: Any, state_dict: Any) -> None:
-            if (guards := ours()) is not None:
-                guards._before_load(optimizer)
+            def hook(*args: Any) -> Any:
+                ours = reference()
+                return None if ours is None else ours(*args)
 
-        def after_load(optimizer: Any) -> None:
-            if (guards := ours()) is not None:
-                guards._after_load(optimizer)
+            return hook
 
-        def after_save(optimizer: Any, state_dict: Any) -> Any:
-            guards = ours()
-            return state_dict if guards is None else guards._after_save(optimizer, state_dict)
+        yield optimizer.register_load_state_dict_pre_hook(weakly(self._before_load), prepend=True)
+        yield optimizer.register_load_state_dict_post_hook(weakly(self._after_load))
+        yield optimizer.register_state_dict_post_hook(weakly(self._after_save), prepend=True)
 
-        yield optimizer.register_load_state_dict_pre_hook(before_load, prepend=True)
-        yield optimizer.register_load_state_dict_post_hook(after_load)
-        yield optimizer.register_state_dict_post_hook(after_save, prepend=True)
-
-    def _before_load(self, optimizer: Any) -> None:
+    def _before_load(self, optimizer: Any, state_dict: Any) -> None:
         """State is loaded next to the parameters. So away state returns, unless they are away too: then the device is
         meant to be free."""
         what = f"{type(optimizer).__name__}.load_state_dict()"
@@ -283,7 +261,7 @@ class Guards:
         if self._has_fsdp1(optimizer):
             what = f"state_dict() of {type(optimizer).__name__} (FSDP1 gathers it on the device)"
             touch_all(tree_leaves(state_dict), what)
-        return self._reader.read_tree(state_dict)
+        return self.reader.read_tree(state_dict)
 
     def _has_fsdp1(self, optimizer: Any) -> bool:
         own = {id(p) for p in parameters_of(optimizer)}
@@ -308,6 +286,15 @@ def tensors_under(module: nn.Module) -> Iterator[Tensor]:
     yield from module.parameters()
     yield from gradients_under(module)
     yield from module.buffers()
+
+
+def named_members(models: Mapping[str, nn.Module]) -> list[tuple[str, nn.Module]]:
+    """(name for messages, module) of every module in some models."""
+    return [
+        (".".join(filter(None, (prefix, name))) or type(module).__name__, module)
+        for prefix, model in models.items()
+        for name, module in model.named_modules()
+    ]
 
 
 def own_tensors(module: nn.Module) -> list[Tensor]:
@@ -354,6 +341,10 @@ def without_ours(attributes: dict[str, Any]) -> dict[str, Any]:
         if name.endswith("_hooks") and isinstance(value, dict):
             found[name] = type(value)((key, hook) for key, hook in list(value.items()) if not is_ours(hook))
     return found
+
+
+def _shards(group: Any) -> list[Tensor]:
+    return [p.sharded_param for p in group.fsdp_params]
 
 
 def _gatherers(module: nn.Module) -> list[Any]:

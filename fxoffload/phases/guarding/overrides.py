@@ -17,18 +17,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 _MISSING = object()
-_NOT_SEARCHED = (type, types.ModuleType, nn.Module, Tensor)
-_DEPTH = 6  # of references from other code's replacement to an override in it
-_MOST_THINGS, _MOST_ITEMS = 2000, 100  # that are looked at, and of one collection
+_NOT_SEARCHED = (type, types.ModuleType, Tensor)
+_COLLECTIONS = (dict, list, tuple, set, frozenset)
+_DEPTH = 6  # of references: from other code's replacement to an override in it, from a function to a model
+_MOST_THINGS, _MOST_ITEMS = 2000, 100  # that are looked at for an override, and of one collection
 
 
 class Override:
@@ -96,31 +98,39 @@ def leads_to(method: Any, *wanted: Any, apart_from: Any = None) -> bool:
     Args:
         apart_from: an object that is not looked into.
     """
+
+    def references(thing: Any) -> list[Any]:
+        is_large = isinstance(thing, _COLLECTIONS) and len(thing) > _MOST_ITEMS
+        return [] if is_large or isinstance(thing, nn.Module) else references_of(thing)
+
+    things = itertools.islice(walk(method, references, apart_from), _MOST_THINGS)
+    return any(thing is one for thing in things for one in wanted)
+
+
+def walk(start: Any, references: Callable[[Any], list[Any]], apart_from: Any = None) -> Iterator[Any]:
+    """An object and those that it leads to by a few references, each once, the nearest first.
+
+    Args:
+        references: of one object; those of an object that cannot be looked into (a proxy of one that is gone) do not
+            count.
+        apart_from: an object that is left out.
+    """
     seen = {id(apart_from)}
-    level = [method]
+    level = [start]
     for _ in range(_DEPTH):
         following = []
         for thing in level:
-            if id(thing) in seen or len(seen) > _MOST_THINGS:
-                continue
-            seen.add(id(thing))
-            if any(thing is one for one in wanted):
-                return True
-            following += _callees(thing)
+            if id(thing) not in seen:
+                seen.add(id(thing))
+                yield thing
+                with contextlib.suppress(Exception):
+                    following += references(thing)
         level = following
-    return False
 
 
-def _callees(thing: Any) -> list[Any]:
-    """The object that a callable is bound to, those it closes over and wraps, its arguments and attributes. Empty for a
-    callable that cannot be looked into (a proxy of an object that is gone)."""
-    try:
-        return _callees_of(thing)
-    except Exception:
-        return []
-
-
-def _callees_of(thing: Any) -> list[Any]:
+def references_of(thing: Any) -> list[Any]:
+    """The object that a callable is bound to, those it closes over and wraps, its arguments and attributes; the items
+    of a collection."""
     if isinstance(thing, Override):
         return [thing._original]
     if isinstance(thing, types.MethodType):
@@ -133,34 +143,11 @@ def _callees_of(thing: Any) -> list[Any]:
         return [*cells, *(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values(), *vars(thing).values()]
     if isinstance(thing, functools.partial):
         return [thing.func, *thing.args, *thing.keywords.values()]
-    if isinstance(thing, (list, tuple)):
-        return [*thing] if len(thing) <= _MOST_ITEMS else []
-    if isinstance(thing, dict):
-        return [*thing.values()] if len(thing) <= _MOST_ITEMS else []
+    if isinstance(thing, _COLLECTIONS):
+        return list(thing.values() if isinstance(thing, dict) else thing)
     if type(thing).__module__.startswith("fxoffload.") or isinstance(thing, _NOT_SEARCHED):
         return []
     return [*getattr(thing, "__dict__", {}).values()]
-
-
-class Overrides:
-    """Replaced methods, put back together."""
-
-    def __init__(self) -> None:
-        self._put: list[Override] = []  # noted before they are
-
-    def __bool__(self) -> bool:
-        return bool(self._put)
-
-    def put(self, override: Override) -> None:
-        """Puts one in front of the method that its object has now."""
-        self._put.append(override)
-        override.put()
-
-    def remove(self) -> None:
-        """Puts everything back."""
-        while self._put:
-            self._put[-1].remove()
-            self._put.pop()
 
 
 def remove_hook(hooks: dict[int, Any] | None, hook: Any) -> None:

@@ -191,6 +191,13 @@ def touch(tensor: Tensor, what: str, *, writes: bool = False) -> None:
     _give_own_class(tensor)
 
 
+def fence_arriving(tensors: Iterable[Tensor], what: str) -> None:
+    """Fences those of the tensors that are arriving; one on the host is left alone."""
+    for tensor in tensors:
+        if any(holding.where is Where.ARRIVING for holding in holdings_of(tensor)):
+            touch(tensor, what)
+
+
 def _give_own_class(tensor: Tensor) -> None:
     """If it has an away class, and nothing of it is away; see [Note: Objects made meanwhile]."""
     home = _HOMES.get(type(tensor))

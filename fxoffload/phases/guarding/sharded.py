@@ -98,9 +98,15 @@ class GatherStreams:
             self._left = [module for module in self._left if not found.get(id(module))]
 
 
-def kept_on_cpu(module: nn.Module) -> list[Tensor]:
+def kept_on_cpu(module: Any) -> list[Tensor]:
     """The parameters that one FSDP module keeps on the CPU. They are pinned: their storages must not be resized."""
-    return parameters_of(module) if _keeps_on_cpu(module) else []
+    if is_fsdp1(module):
+        keeps = bool(module.cpu_offload.offload_params)
+    else:
+        from torch.distributed.fsdp import CPUOffloadPolicy
+
+        keeps = any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in fsdp2_groups(module))
+    return parameters_of(module) if keeps else []
 
 
 def settle(model: nn.Module) -> None:
@@ -120,7 +126,11 @@ def settle(model: nn.Module) -> None:
                 f"{activity}. Call it after the forward or backward; if that ended with an exception, call "
                 "reset_iter_state() of the root (FSDP2 from torch 2.13) or build the model again"
             )
-    _initialize(model)
+    for _, module in found:
+        if is_fsdp1(module):
+            # FSDP1 looks at its parameters when it is first used: that must not be while they are away. Every public
+            # method does this first; the first one met is the root.
+            module.check_is_root()
     for _, module in found:
         if is_fsdp1(module):
             fsdp1_reshard(module)
@@ -146,13 +156,6 @@ def held_tensors(model: nn.Module, *, emptied: bool = False) -> list[tuple[str, 
     return found
 
 
-def _initialize(model: nn.Module) -> None:
-    """FSDP1 looks at its parameters when it is first used: that must not be while they are away."""
-    for _, module in fsdp_modules(model):
-        if is_fsdp1(module):
-            module.check_is_root()  # as every public method does; the first one met is the root
-
-
 def parameters_of(module: nn.Module) -> list[Tensor]:
     """The shards that an FSDP module gathers, also while its attributes are the gathered parameters."""
     return [*fsdp2_parameters(module)] if is_fsdp2(module) else fsdp1_parameters(module)
@@ -160,11 +163,3 @@ def parameters_of(module: nn.Module) -> list[Tensor]:
 
 def _streams_of(module: nn.Module) -> list[Any]:
     return fsdp2_streams(module) if is_fsdp2(module) else fsdp1_streams(module)
-
-
-def _keeps_on_cpu(module: Any) -> bool:
-    if is_fsdp1(module):
-        return bool(module.cpu_offload.offload_params)
-    from torch.distributed.fsdp import CPUOffloadPolicy
-
-    return any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in fsdp2_groups(module))

@@ -14,7 +14,6 @@ one moves that shard to the device first: see ``HostDTensor``.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 from collections.abc import Iterable
@@ -27,12 +26,10 @@ from torch import Tensor
 from fxoffload.phases.guarding.guarded import Guarded
 from fxoffload.phases.guarding.sentinel import (
     OffloadedError,
-    answered,
     attributes_of,
-    holdings_of,
+    fence_arriving,
     home_of,
     is_away,
-    touch,
     untouched,
 )
 from fxoffload.phases.moving.host_reads import with_bits_of
@@ -78,17 +75,6 @@ class HostReader:
         self._given: list[_Given] = []
         self._most_given = 1000  # before those that are gone are left out
         self._has_warned = False
-
-    def reading(self, tensors: Iterable[Tensor]) -> contextlib.AbstractContextManager[None]:
-        """In this block ``detach()`` of an away tensor is that of its stand-in. ``tensors`` that are arriving are
-        fenced before."""
-        self._fence(tensors, "a state dict")
-        return answered("detach", self.stand_in)
-
-    def loading(self, tensors: Iterable[Tensor]) -> contextlib.AbstractContextManager[None]:
-        """The same for ``copy_()``."""
-        self._fence(tensors, "load_state_dict()")
-        return answered("copy_", self.stand_in)
 
     def read_tree(self, tree: Any) -> Any:
         """The same tree with stand-ins in place of away tensors."""
@@ -139,13 +125,8 @@ class HostReader:
             )
 
     def _stand_in_or_keep(self, tensor: Tensor) -> Tensor:
-        self._fence((tensor,), "a state dict")
+        fence_arriving((tensor,), "a state dict")
         return self.stand_in(tensor) if is_away(tensor) else tensor
-
-    def _fence(self, tensors: Iterable[Tensor], what: str) -> None:
-        for tensor in tensors:
-            if any(holding.where is Where.ARRIVING for holding in holdings_of(tensor)):
-                touch(tensor, what)
 
     def _stand_in(self, tensor: Tensor) -> Tensor:
         if is_dtensor(tensor):

@@ -16,7 +16,6 @@ last block fit in neither.
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable
 
 import psutil
@@ -42,12 +41,6 @@ class _Total:
         self.bookings: list[_Booking] = []
         self.lock = ForkSafeRLock()
 
-    def room_of(self, booking: _Booking) -> int:
-        """How large this one may be."""
-        if self.limit_bytes is None:
-            return sys.maxsize
-        return self.limit_bytes - sum(other.nbytes for other in self.bookings if other is not booking)
-
 
 class _Booking(Booking):
     """Within a total. Memory that is being pinned is booked already: two growths at once cannot pass the limit."""
@@ -66,10 +59,13 @@ class _Booking(Booking):
         return super().grow_within(self._granted(nbytes))
 
     def _granted(self, nbytes: int) -> int:
-        room = max(self._total.room_of(self), self.nbytes)
+        limit = self._total.limit_bytes
+        if limit is None:
+            return nbytes
+        others = sum(other.nbytes for other in self._total.bookings if other is not self)
+        room = max(limit - others, self.nbytes)
         if nbytes > room:
-            limit = _gib(self._total.limit_bytes or 0)
-            self.refusal = f"the limit is {limit} of pinned and pageable memory together"
+            self.refusal = f"the limit is {_gib(limit)} of pinned and pageable memory together"
         return min(nbytes, room)
 
 

@@ -40,11 +40,6 @@ AT_ONCE, AT_ONCE_BYTES = 8, 256 << 20
 PACE_S_PER_BYTE = 1 / 200e9
 
 
-def is_done(event: Any) -> bool:
-    """Whether a copy is finished."""
-    return event is None or event.query()
-
-
 class Ahead:
     """Copies to the host that were started before the search for leaving tensors; see [Note: Ahead].
 
@@ -57,16 +52,13 @@ class Ahead:
 
     def split(self, holdings: Iterable[Holding]) -> tuple[list[Holding], list[Holding]]:
         """Those whose bytes are on their way to the block that they have, and the others."""
-        if not self._started:
-            return [], list(holdings)
-        found: tuple[list[Holding], list[Holding]] = [], []
+        under_way: list[Holding] = []
+        others: list[Holding] = []
         for holding in holdings:
-            found[not self._has(holding)].append(holding)
-        return found
-
-    def _has(self, holding: Holding) -> bool:
-        known = self._started.get(holding.storage._cdata)
-        return known is not None and known.block is holding.block and known.nbytes == holding.nbytes
+            known = self._started.get(holding.storage._cdata)
+            is_known = known is not None and known.block is holding.block and known.nbytes == holding.nbytes
+            (under_way if is_known else others).append(holding)
+        return under_way, others
 
     def holdings(self) -> list[Holding]:
         """Made for this."""
@@ -143,7 +135,7 @@ class Mover:
                 # In the background not all at once: the thread that launches kernels needs the interpreter now.
                 pace_s = PACE_S_PER_BYTE if gives_way else 0.0
                 time.sleep(max(YIELD_S, pace_s * sum(held.nbytes for held in part)))
-                while pending and is_done(pending[0][1]):
+                while pending and (pending[0][1] is None or pending[0][1].query()):
                     freed(pending.popleft()[0])
             while pending:
                 event = pending[0][1]

@@ -82,17 +82,9 @@ class Worker:
         self._name = name
         self._jobs = _Jobs()
         self._lock = ForkSafeRLock()
-        self._birthplace = Birthplace()
+        self.birthplace = Birthplace()
         weakref.finalize(self, self._jobs.end)
         _ALL.add(self)
-
-    def require_own_process(self, what: str) -> None:
-        """Refuses ``what`` in a forked child.
-
-        Raises:
-            RuntimeError: this is one.
-        """
-        self._birthplace.require(what)
 
     @locked(lambda self, *args: self._lock)
     def submit(self, work: Callable[[], None], failed: Callable[[BaseException], None] = lambda error: None) -> None:
@@ -104,7 +96,7 @@ class Worker:
         Raises:
             RuntimeError: in a forked child, or there can be no more threads.
         """
-        self.require_own_process("offload() or onload()")
+        self.birthplace.require("offload() or onload()")
         thread = self._jobs.thread
         if thread is None or not thread.is_alive():
             thread = threading.Thread(target=_run, args=(self._jobs, self._name), name=self._name, daemon=True)
@@ -122,14 +114,14 @@ class Worker:
         thread = self._jobs.thread
         if thread is None or thread is threading.current_thread():
             return
-        self.require_own_process("a wait for what is being offloaded")
+        self.birthplace.require("a wait for what is being offloaded")
         reached = Latch()
         self.submit(reached.open, lambda error: reached.open())
         reached.wait()
 
     def stop(self) -> None:
         """Ends the thread after the jobs that were submitted."""
-        if not self._birthplace.is_here:
+        if not self.birthplace.is_here:
             return
         thread = self._end()
         if thread is not None and thread is not threading.current_thread() and thread.is_alive():

@@ -28,9 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxoffload.phases.stand_still import StandStill
 from fxoffload.phases.weight_sync.buckets import BucketPlan, Lane, Piece
-from fxoffload.phases.weight_sync.cuts import boxes, is_even, part, region, side_by_side
-from fxoffload.phases.weight_sync.stand_still import StandStill
+from fxoffload.phases.weight_sync.cuts import TensorCut, boxes, is_even, part, region, side_by_side
 from fxoffload.phases.weight_sync.units import Unit
 from fxoffload.runtime.copies.streams import CopyStreams, Wait
 from fxoffload.runtime.switches import without_grad
@@ -228,7 +228,7 @@ class BucketStream:
         """From the host, or from the stage, where it is cast."""
         for piece in lane.pieces:
             unit = self._units[piece.index]
-            own = landing[lane.base + self._own_slot(unit) * lane.slot_bytes + piece.landed :]
+            own = landing[lane.base + _own_slot(unit.cuts) * lane.slot_bytes + piece.landed :]
             if not self._is_staged(piece):
                 yield from self._from_source(piece, own)
                 continue
@@ -237,13 +237,6 @@ class BucketStream:
                 source = self._stage[piece.staged :][: count * unit.source_dtype.itemsize].view(unit.source_dtype)
                 yield own[: count * unit.wire_dtype.itemsize].view(unit.wire_dtype), source
 
-    @staticmethod
-    def _own_slot(unit: Unit) -> int:
-        slot = 0
-        for cut in unit.cuts:
-            slot = slot * cut.size + cut.rank
-        return slot
-
     def _gather(self, lane: Lane, landing: Tensor) -> Any:
         """In place, the last cut first: each gather fills the slots that differ in one more coordinate."""
         cuts = self._units[lane.pieces[0].index].cuts
@@ -251,11 +244,8 @@ class BucketStream:
         for i in reversed(range(len(cuts))):
             if work is not None:
                 work.wait()
-            before = 0
-            for cut in cuts[:i]:
-                before = before * cut.size + cut.rank
             part_bytes = lane.slot_bytes * math.prod(cut.size for cut in cuts[i + 1 :])
-            base = lane.base + before * cuts[i].size * part_bytes
+            base = lane.base + _own_slot(cuts[:i]) * cuts[i].size * part_bytes
             slots = landing[base : base + cuts[i].size * part_bytes]
             own = slots[cuts[i].rank * part_bytes :][:part_bytes]
             work = process_groups.all_gather(slots, own, cuts[i].group)
@@ -280,3 +270,11 @@ class BucketStream:
                 target = part(own, box)
                 target.copy_(values[slot, at : at + target.numel()].view(target.shape))
                 at += target.numel()
+
+
+def _own_slot(cuts: Sequence[TensorCut]) -> int:
+    """Of this rank, among those of these cuts."""
+    slot = 0
+    for cut in cuts:
+        slot = slot * cut.size + cut.rank
+    return slot

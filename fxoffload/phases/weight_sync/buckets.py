@@ -106,7 +106,6 @@ class BucketPlan:
     """All buckets, the number of landings, and the sizes of the buffers.
 
     Attributes:
-        out_bytes: of the whole tensors of a bucket, at most; a bucket of one large tensor is left out.
         limit_bytes: that was promised: two buckets and ``large_bytes`` of ``plan_buckets``.
     """
 
@@ -114,7 +113,6 @@ class BucketPlan:
     landings: int
     stage_bytes: int
     landing_bytes: int
-    out_bytes: int
     limit_bytes: int
 
 
@@ -137,7 +135,6 @@ def plan_buckets(loads: Sequence[Load], bucket_bytes: int, large_bytes: int | No
         landings=packer.landings,
         stage_bytes=max((b.stage_bytes for b in found), default=0),
         landing_bytes=max((b.landing_bytes for b in found), default=0),
-        out_bytes=max((b.out_bytes for b in found), default=0),
         limit_bytes=2 * bucket_bytes + (large_bytes or max((load.out_bytes for load in loads), default=0)),
     )
 

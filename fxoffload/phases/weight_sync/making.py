@@ -63,11 +63,8 @@ class Maker:
 
     def _make(self, step: SaveStep, computed: Computed) -> Tensor:
         inputs = self._waiting
-        self._ledger.charge(step.new_bytes)
-        try:
+        with self._ledger.charged(step.new_bytes):
             made = inputs[step.done[0]] if step.is_input else step.derivation.make(inputs, computed)
-        finally:
-            self._ledger.discharge(step.new_bytes)
         for name in step.done:
             inputs.pop(name)
             self._ledger.discharge(self._charged.pop(name, 0))

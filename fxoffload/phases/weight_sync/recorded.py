@@ -152,21 +152,15 @@ class _Made(NamedTuple):
 
     Attributes:
         tensor: is kept, for its id must not be given to another one.
-        done: the operator with its arguments, which others of its results share; None: it is an input.
-        at: which of several results.
+        node: what made it.
         name: of the only input that it is a view of, if copies in between do not count.
         view: that view.
     """
 
     tensor: Tensor
-    done: _Done | None
-    at: int | None
+    node: Node
     name: str
     view: Tensor | None
-
-
-class _Done(Call):
-    """The same, on tensors."""
 
 
 def _share_memory(first: Tensor, second: Tensor) -> bool:
@@ -185,9 +179,8 @@ class OpRecorder(TorchDispatchMode):
         super().__init__()
         self._indices = _IndicesWithValues()
         self._made: dict[int, _Made] = {}
-        self._nodes: dict[int, Call] = {}
         for name, tensor in inputs.items():
-            self._made.setdefault(id(tensor), _Made(tensor, None, None, name, tensor))
+            self._made.setdefault(id(tensor), _Made(tensor, Input(name), name, tensor))
 
     def __enter__(self) -> OpRecorder:
         self._indices.__enter__()
@@ -210,26 +203,29 @@ class OpRecorder(TorchDispatchMode):
         for tensor in read:
             if tensor.is_meta and id(tensor) not in self._made:
                 raise NotRecorded(f"{op} reads a tensor of shape {tuple(tensor.shape)} that is not in the state dict")
-        done = _Done(op, tuple(args), kwargs, 0 if op.is_view else sum(tensor.nbytes for tensor in made))
-        name, views = self._views(done, made)
+        new_bytes = 0 if op.is_view else sum(tensor.nbytes for tensor in made)
+        node_args, node_kwargs = _mapped((tuple(args), kwargs), self._node_in_place)
+        call = Call(op, node_args, node_kwargs, new_bytes)
+        name, views = self._views(op, args, kwargs, made)
         for index, (tensor, view) in enumerate(zip(made, views, strict=True)):
-            self._made[id(tensor)] = _Made(tensor, done, None if tensor is found else index, name, view)
+            node = call if tensor is found else OutputOfOp(call, index)
+            self._made[id(tensor)] = _Made(tensor, node, name, view)
         return found
 
-    def _views(self, done: _Done, made: list[Tensor]) -> tuple[str, Sequence[Tensor | None]]:
+    def _views(self, op: Any, args: Any, kwargs: Any, made: list[Tensor]) -> tuple[str, Sequence[Tensor | None]]:
         """The results as views of an input, where they can be, and the name of that input."""
         none = "", [None] * len(made)
-        source = self._made.get(id(done.args[0])) if done.args else None
-        if source is None or source.view is None or done.op is aten.as_strided.default:
+        source = self._made.get(id(args[0])) if args else None
+        if source is None or source.view is None or op is aten.as_strided.default:
             return none
-        if done.op in _COPIES:
+        if op in _COPIES:
             return (source.name, [source.view]) if made[0].dtype == source.view.dtype else none
-        if not done.op.is_view:
+        if not op.is_view:
             return none
         views = made
         if source.view is not source.tensor:  # there was a copy
             try:
-                found = done.op(source.view, *done.args[1:], **done.kwargs)
+                found = op(source.view, *args[1:], **kwargs)
             except RuntimeError:
                 return none  # its strides do not allow that
             views = [found] if isinstance(found, Tensor) else list(found)
@@ -250,25 +246,16 @@ class OpRecorder(TorchDispatchMode):
             if one.view is not None and not (one.view.is_conj() or one.view.is_neg()):
                 found[name] = _cut_from(one.name, one.view)
             else:
-                nodes[name] = self._node(one)
+                nodes[name] = one.node
         below = {name: dict.fromkeys(_below(node)) for name, node in nodes.items()}
         uses = Counter(node for names in below.values() for node in names)
         kept = frozenset(node for node, count in uses.items() if count > 1 and isinstance(node, Call))
         computed = {name: _computed(outputs[name], node, below[name], kept) for name, node in nodes.items()}
         return {name: found.get(name) or computed[name] for name in outputs}
 
-    def _node(self, made: _Made) -> Node:
-        if made.done is None:
-            return Input(made.name)
-        call = self._nodes.get(id(made.done))
-        if call is None:
-            args, kwargs = _mapped((made.done.args, made.done.kwargs), self._node_in_place)
-            call = self._nodes[id(made.done)] = Call(made.done.op, args, kwargs, made.done.new_bytes)
-        return call if made.at is None else OutputOfOp(call, made.at)
-
     def _node_in_place(self, leaf: Any) -> Any:
         made = self._made.get(id(leaf)) if isinstance(leaf, Tensor) else None
-        return leaf if made is None else self._node(made)
+        return leaf if made is None else made.node
 
 
 def derivation_of_input(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Derivation:

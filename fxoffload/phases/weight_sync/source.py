@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from fxoffload.phases.guarding.sentinel import untouched
+from fxoffload.phases.moving.host_reads import within
 from fxoffload.phases.moving.storages import Holding, Where
+from fxoffload.phases.stand_still import StandStill
 from fxoffload.phases.weight_sync.cuts import boxes, part
-from fxoffload.phases.weight_sync.stand_still import StandStill
 from fxoffload.phases.weight_sync.units import Unit
 
 
@@ -60,20 +61,15 @@ class WeightSource:
             item, offset = unit.local.element_size(), int(unit.local.storage_offset())
             as_it_lies = unit.local.is_contiguous() and not (unit.local.is_conj() or unit.local.is_neg())
         if as_it_lies:
-            yield from self._from_image(holding, (offset + start) * item, target)
+            first = (offset + start) * item
+            for at, host in within(self._manager.host_pieces(holding), first, first + target.numel()):
+                yield target[at : at + host.numel()], host
         else:
             # Put in order by the CPU: slow, and rare.
             with self._still.on_host():
                 values = self._manager.host_copy(unit.local).resolve_conj().resolve_neg()
                 values = values.reshape(-1)[start:stop].contiguous()
             yield target, values.view(torch.uint8)
-
-    def _from_image(self, holding: Holding, first: int, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        last = first + target.numel()
-        for at, host in self._manager.host_pieces(holding):
-            begin, end = max(at, first), min(at + host.numel(), last)
-            if begin < end:
-                yield target[begin - first : end - first], host[begin - at : end - at]
 
     def _holding_of(self, unit: Unit) -> Holding | None:
         for tensor in (unit.local, *unit.aliases):

@@ -34,13 +34,13 @@ from fxoffload.phases.guarding.sentinel import untouched
 from fxoffload.phases.handle import Handle
 from fxoffload.phases.moving.storages import Where, plain_tensors
 from fxoffload.phases.phase import BUFFERS, PARAMS
+from fxoffload.phases.stand_still import StandStill
 from fxoffload.phases.weight_sync.bucket_stream import BucketLedger, BucketStream
 from fxoffload.phases.weight_sync.making import Maker
 from fxoffload.phases.weight_sync.plans import Planned, WeightPlans
 from fxoffload.phases.weight_sync.recorded import Derivation
 from fxoffload.phases.weight_sync.saved import Saved, Weight, memory_of, saved_models, saved_of
 from fxoffload.phases.weight_sync.source import Stored, WeightSource
-from fxoffload.phases.weight_sync.stand_still import StandStill
 from fxoffload.phases.weight_sync.units import Modules, Unit, clean_modules, named_tensors
 from fxoffload.runtime.copies.streams import CopyStreams
 from fxoffload.runtime.switches import without_grad
@@ -48,21 +48,14 @@ from fxoffload.sizes import parse_bytes
 from fxoffload.torch_private.tensor_subclasses import is_traceable_wrapper_subclass
 
 
-class Streamed(Stored, Protocol):
-    """The part of a ``PhaseManager`` that ``stream_weights`` uses."""
+class Synced(Stored, Protocol):
+    """The part of a ``PhaseManager`` that is used here."""
 
     weight_plans: WeightPlans
 
     @property
     def models(self) -> Mapping[str, nn.Module]: ...
     def copies(self, device: torch.device) -> CopyStreams: ...
-
-
-class Moved(Protocol):
-    """The part of a ``PhaseManager`` that ``weights_on_device`` uses."""
-
-    @property
-    def models(self) -> Mapping[str, nn.Module]: ...
     def where(self, group: str) -> Where: ...
     def onload(self, *groups: str) -> Handle: ...
     def offload(self, *groups: str) -> Handle: ...
@@ -135,7 +128,7 @@ class WeightStream(Iterator[tuple[str, Tensor]]):
 
 
 def stream_weights(
-    manager: Streamed,
+    manager: Synced,
     bucket_bytes: int | str = "512MiB",
     dtype: torch.dtype | None = None,
     full: bool = True,
@@ -208,12 +201,12 @@ class WeightsOnDevice(Mapping[str, Tensor]):
 
     def __init__(self, tensors: dict[str, Tensor], saved: Saved | None) -> None:
         self._tensors = tensors
-        self._derivations = saved.derivations if saved is not None else None
+        self._derivations: Mapping[str, Derivation | None] = saved.derivations if saved else dict.fromkeys(tensors)
 
     def __getitem__(self, name: str) -> Tensor:
-        if self._derivations is None:
-            return self._tensors[name]
         derivation = self._derivations[name]
+        if derivation is None:
+            return self._tensors[name]
         inputs = {one: self._tensors[one] for one in derivation.inputs}
         first = inputs[derivation.inputs[0]]
         if derivation.is_input(tuple(first.shape)):
@@ -221,14 +214,14 @@ class WeightsOnDevice(Mapping[str, Tensor]):
         return _make(derivation, inputs)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors if self._derivations is None else self._derivations)
+        return iter(self._derivations)
 
     def __len__(self) -> int:
-        return len(self._tensors if self._derivations is None else self._derivations)
+        return len(self._derivations)
 
     def clear(self) -> None:
         """Lets go of all of them."""
-        self._tensors, self._derivations = {}, None
+        self._tensors, self._derivations = {}, {}
 
 
 @without_grad
@@ -238,7 +231,7 @@ def _make(derivation: Derivation, inputs: Mapping[str, Tensor]) -> Tensor:
 
 @contextlib.contextmanager
 def weights_on_device(
-    manager: Moved, model: str | None = None, as_saved: bool | None = None
+    manager: Synced, model: str | None = None, as_saved: bool | None = None
 ) -> Iterator[WeightsOnDevice]:
     """The simple way: brings parameters and buffers to the device, and takes back at the end those from the host.
 

@@ -1,4 +1,4 @@
-"""For how long a weight stream lets its consumer stand still."""
+"""For how long copies let their consumer stand still."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import torch
 
 
 class StandStill:
-    """A sum of waits: of the consumer's stream on a GPU, of the calling thread anywhere.
+    """A sum of waits: of the consumer's stream on a GPU, of the calling thread anywhere. Holds no tensors.
 
     Args:
-        device: that the stream delivers to.
+        device: that a weight stream delivers to.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
         self._device = device
+        self._is_gpu = device is not None and device.type == "cuda"
         self._waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         self._seconds = 0.0
         self._inside = False
@@ -31,14 +32,13 @@ class StandStill:
             self._seconds += before.elapsed_time(after) / 1e3
         return self._seconds
 
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
         """Around code in which the consumer waits: its stream, where it has one, else the thread."""
-        if self._device.type != "cuda":
-            with self.on_host():
-                yield
-            return
-        stream = torch.cuda.current_stream(self._device)
+        return self.on_stream(torch.cuda.current_stream(self._device)) if self._is_gpu else self.on_host()
+
+    @contextlib.contextmanager
+    def on_stream(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        """Around code that lets a stream wait."""
         before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         before.record(stream)
         try:
@@ -49,7 +49,7 @@ class StandStill:
 
     def copying(self) -> contextlib.AbstractContextManager[None]:
         """Around code that starts copies. Without a GPU it makes them, while the thread waits."""
-        return contextlib.nullcontext() if self._device.type == "cuda" else self.on_host()
+        return contextlib.nullcontext() if self._is_gpu else self.on_host()
 
     @contextlib.contextmanager
     def on_host(self) -> Iterator[None]:
