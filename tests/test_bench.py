@@ -92,7 +92,7 @@ def test_a_rehearsal_says_that_it_is_one(whole_run: Report) -> None:
 def test_a_process_of_its_own_answers_or_says_why_not() -> None:
     ended = processes.run(Request("probe"), 120.0)
     assert ended.status == "ok", ended.reason
-    assert ended.answer is not None and ended.answer["torch"] == torch.__version__
+    assert isinstance(ended.answer, Machine) and ended.answer.torch == torch.__version__
     ended = processes.run(Request("plain", dataclasses.replace(TINY, heads=3)), 120.0)
     assert ended.status == "failed" and ended.answer is None
     assert ended.reason.startswith("torch._dynamo.exc.") and "\n" not in ended.reason
@@ -196,7 +196,7 @@ def test_what_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(request: Request) -> None:
         raise RuntimeError(f"no {request.kind} today")
 
-    probe = processes.Ended("ok", "", 0.1, {"gpu": None, "torch": "2"})
+    probe = processes.Ended("ok", "", 0.1, Machine(None, "2"))
     monkeypatch.setattr(processes, "run", lambda request, limit_s: probe)
     monkeypatch.setattr(here, "measure", fail)
     report = run.bench(60.0, work=TINY)

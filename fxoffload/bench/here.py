@@ -5,8 +5,6 @@ There is no limit of time, and a failure that ends the process ends the rehearsa
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import time
 
 import torch
@@ -23,7 +21,7 @@ def run(request: Request, limit_s: float) -> Ended:
     torch.compiler.reset()
     torch.set_num_threads(1)  # tensors are tiny, and threads that wait for each other take longer than the work
     try:
-        answer = json.loads(json.dumps(dataclasses.asdict(measure(request))))
+        answer = measure(request)
     except Exception as error:
         return Ended("failed", in_brief(error), time.monotonic() - start, None)
     finally:

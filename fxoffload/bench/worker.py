@@ -1,34 +1,25 @@
-"""A measuring process: reads a request, writes an answer, and lets an exception end it."""
+"""What a measuring process does: the answer to a request. An exception ends it."""
 
 from __future__ import annotations
-
-import dataclasses
-import json
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from fxoffload.bench import steps, switches
-from fxoffload.bench.records import Machine, Request, request_from_json
+from fxoffload.bench.records import Answer, Machine, Request
 
 
-def serve(asked: Path, answer: Path) -> None:
-    """Do the measurement that the file ``asked`` requests and write it to ``answer``."""
-    answer.write_text(json.dumps(dataclasses.asdict(measure(request_from_json(asked.read_text())))))
-
-
-def measure(request: Request) -> Any:
-    if request.kind == "probe":
-        return probe()
+def measure(request: Request) -> Answer:
     if request.work is None:
-        raise AssertionError(f"expected work for {request.kind}, found none")
-    return switches.measure(request.work) if request.kind == "phases" else steps.measure(request)
+        return _probe()
+    if request.kind == "phases":
+        return switches.measure(request.work)
+    return steps.measure(request.work, request.kind, request.activation_budget)
 
 
-def probe() -> Machine:
+def _probe() -> Machine:
     """The GPU that torch takes by default, and its free memory."""
+    version = str(torch.__version__)  # a class of torch's, which who reads the answer need not import
     if not torch.cuda.is_available():
-        return Machine(None, torch.__version__)
+        return Machine(None, version)
     free, total = torch.cuda.mem_get_info()
-    return Machine(torch.cuda.get_device_name(), torch.__version__, free, total)
+    return Machine(torch.cuda.get_device_name(), version, free, total)
