@@ -39,11 +39,8 @@ class Aliases:
         self._searched = False
         self._apart: list[tuple[weakref.ref[Tensor], int]] = []  # those with memory of their own, and their versions
 
-    def __deepcopy__(self, memo: Any) -> Aliases:
-        return Aliases()
-
     def __reduce__(self) -> Any:
-        return Aliases, ()
+        return Aliases, ()  # copies and pickles know no tensors
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
         """The state dict post hook. Takes note of the tensors."""

@@ -14,6 +14,7 @@ The functions have verl's names and signatures, with these differences:
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import logging
@@ -185,12 +186,10 @@ def _is_installed(package: str) -> bool:
 def _stand_in(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function of its own, so that ``unpatch`` does not take ours from modules that imported it from here."""
 
+    @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
-    call.__name__ = call.__qualname__ = function.__name__
-    call.__doc__ = function.__doc__
-    call.__wrapped__ = function  # type: ignore[attr-defined]
     return call
 
 
