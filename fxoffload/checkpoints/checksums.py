@@ -7,11 +7,8 @@ takes nothing from the plan: it reads a part of a stored tensor and cuts it with
 from __future__ import annotations
 
 import hashlib
-import os
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 
@@ -19,7 +16,7 @@ from fxoffload.checkpoints.expert_keys import Stored, single_name
 from fxoffload.checkpoints.families import Projection
 from fxoffload.checkpoints.header import DTYPE_BITS, StoredTensor
 from fxoffload.checkpoints.layouts import Experts, LayoutBlock
-from fxoffload.checkpoints.move_bytes import BUFFER_BYTES, read_fully
+from fxoffload.checkpoints.move_bytes import BUFFER_BYTES, OpenFiles, read_fully
 
 Report = Callable[[int], None]
 
@@ -29,7 +26,7 @@ def checksums(experts: Experts, workers: int = 2, report: Report = lambda num_by
 
     ``report`` is called with the bytes read, from several threads.
     """
-    files = _Files()
+    files = OpenFiles()
     try:
         with ThreadPoolExecutor(workers) as pool:
             # result() raises a failure; jobs that are still queued are cancelled.
@@ -43,28 +40,10 @@ def checksums(experts: Experts, workers: int = 2, report: Report = lambda num_by
         files.close()
 
 
-class _Files:
-    """Open files by path, for several threads."""
-
-    def __init__(self) -> None:
-        self._files: dict[Path, int] = {}
-        self._lock = threading.Lock()
-
-    def open(self, path: Path) -> int:
-        with self._lock:
-            if path not in self._files:
-                self._files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            return self._files[path]
-
-    def close(self) -> None:
-        for file in self._files.values():
-            os.close(file)
-
-
 Job = Callable[[], list[tuple[str, str]]]
 
 
-def _jobs(experts: Experts, files: _Files, report: Report) -> Iterator[Job]:
+def _jobs(experts: Experts, files: OpenFiles, report: Report) -> Iterator[Job]:
     for tensor in experts.others.values():
         yield lambda tensor=tensor: [_whole(tensor.name, tensor, files, report)]
     for block in experts.blocks.values():
@@ -80,7 +59,7 @@ def _jobs(experts: Experts, files: _Files, report: Report) -> Iterator[Job]:
                         )
 
 
-def _whole(name: str, tensor: StoredTensor, files: _Files, report: Report) -> tuple[str, str]:
+def _whole(name: str, tensor: StoredTensor, files: OpenFiles, report: Report) -> tuple[str, str]:
     digest = hashlib.sha256()
     file, end = files.open(tensor.path), tensor.offset + tensor.num_bytes
     buffer = memoryview(bytearray(min(BUFFER_BYTES, tensor.num_bytes)))
@@ -99,7 +78,7 @@ def _part(
     parameter: str,
     tensor: StoredTensor,
     number: int,
-    files: _Files,
+    files: OpenFiles,
     report: Report,
 ) -> list[tuple[str, str]]:
     """The checksums of one expert's part of a tensor that all experts share."""

@@ -246,5 +246,5 @@ def _check_workers(workers: int | None) -> int:
     return workers
 
 
-def _stage(progress: StageProgress | None, stage: str) -> Callable[[int, int], None] | None:
-    return None if progress is None else partial(progress, stage)
+def _stage(progress: StageProgress | None, stage: str) -> Callable[[int, int], None]:
+    return partial(progress or (lambda stage, done, total: None), stage)
