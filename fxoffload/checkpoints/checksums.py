@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from fxoffload.checkpoints.expert_keys import Stored, single_name
+from fxoffload.checkpoints.expert_keys import Stored
 from fxoffload.checkpoints.families import Projection
 from fxoffload.checkpoints.header import DTYPE_BITS, StoredTensor
 from fxoffload.checkpoints.layouts import Experts, LayoutBlock
@@ -50,7 +50,7 @@ def _jobs(experts: Experts, files: OpenFiles, report: Report) -> Iterator[Job]:
         for (stored, parameter), tensors in block.tensors.items():
             for expert, tensor in tensors.items():
                 if expert is not None and stored != "gate_up":
-                    name = single_name(experts.family, block.single_module(experts.family), expert, stored, parameter)
+                    name = block.single_name(experts.family, expert, stored, parameter)
                     yield lambda name=name, tensor=tensor: [_whole(name, tensor, files, report)]
                 else:
                     for number in range(tensor.shape[0]):
@@ -90,7 +90,7 @@ def _part(
     array = data.view(f"V{DTYPE_BITS[tensor.dtype] // 8}").reshape(shape)
     found = []
     for projection, matrix in _matrices(array, stored, block.form):
-        name = single_name(experts.family, block.single_module(experts.family), number, projection, parameter)
+        name = block.single_name(experts.family, number, projection, parameter)
         content = np.ascontiguousarray(matrix).reshape(-1).view(np.uint8)
         found.append((name, _text(tensor.dtype, matrix.shape, hashlib.sha256(content.data))))
     return found
