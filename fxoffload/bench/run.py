@@ -49,24 +49,24 @@ def bench(limit_s: float, tell: Tell = lambda name: None, work: BenchWork | None
     checkpoint = add(f"{plain_name} + checkpointing", "checkpoint")
     default = add("fxoffload, default", "fxoffload")
     name = "fxoffload, at checkpointing's peak" if not report.rehearsal else "fxoffload, with a budget"
-    budget, why = _budget(checkpoint, default)
+    budget = _budget(checkpoint, default)
     if budget is None:
-        report.rows.append(BenchRow(name, "skipped", why, 0.0))
+        report.rows.append(BenchRow(name, "skipped", "needs checkpointing's peak, which was not measured", 0.0))
     else:
         add(name, "fxoffload", budget)
     add("phases", "phases")
     return report
 
 
-def _budget(checkpoint: BenchRow, default: BenchRow) -> tuple[int | None, str]:
-    """Bytes for the second plan, or why there are none."""
+def _budget(checkpoint: BenchRow, default: BenchRow) -> int | None:
+    """Bytes for the second plan; None where no peak was measured or planned."""
     if checkpoint.steps is not None and checkpoint.steps.peak_bytes is not None:
-        return int(BUDGET_OF_CHECKPOINT * checkpoint.steps.peak_bytes), ""
+        return int(BUDGET_OF_CHECKPOINT * checkpoint.steps.peak_bytes)
     planned = default.steps
     if planned is not None and planned.planned_baseline_peak_bytes and planned.smallest_budget_bytes:
         least = int(1.2 * planned.smallest_budget_bytes)
-        return max(least, int(REHEARSED_BUDGET * planned.planned_baseline_peak_bytes)), ""
-    return None, "needs checkpointing's peak, which was not measured"
+        return max(least, int(REHEARSED_BUDGET * planned.planned_baseline_peak_bytes))
+    return None
 
 
 def _run(request: Request, limit_s: float, rehearsal: bool) -> processes.Ended:

@@ -70,15 +70,15 @@ def _step(
     for leaf in leaves:
         assert leaf.grad is not None
         leaf.grad.zero_()
-    _synchronize(device)
+    synchronize(device)
     start = time.perf_counter()
     loss = compiled(x)
     loss.backward()
-    _synchronize(device)
+    synchronize(device)
     return (time.perf_counter() - start) * 1e3, loss.item()
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
