@@ -9,11 +9,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 
 from fxoffload.checkpoints.expert_keys import Stored
-from fxoffload.checkpoints.families import Projection
+from fxoffload.checkpoints.families import Family, Projection
 from fxoffload.checkpoints.header import DTYPE_BITS, StoredTensor
 from fxoffload.checkpoints.layouts import Experts, LayoutBlock
 from fxoffload.checkpoints.move_bytes import BUFFER_BYTES, OpenFiles, read_fully
@@ -45,21 +46,19 @@ Job = Callable[[], list[tuple[str, str]]]
 
 def _jobs(experts: Experts, files: OpenFiles, report: Report) -> Iterator[Job]:
     for tensor in experts.others.values():
-        yield lambda tensor=tensor: [_whole(tensor.name, tensor, files, report)]
+        yield partial(_whole, tensor.name, tensor, files, report)
     for block in experts.blocks.values():
         for (stored, parameter), tensors in block.tensors.items():
             for expert, tensor in tensors.items():
                 if expert is not None and stored != "gate_up":
                     name = block.single_name(experts.family, expert, stored, parameter)
-                    yield lambda name=name, tensor=tensor: [_whole(name, tensor, files, report)]
+                    yield partial(_whole, name, tensor, files, report)
                 else:
                     for number in range(tensor.shape[0]):
-                        yield lambda args=(block, stored, parameter, tensor, number): _part(
-                            experts, *args, files, report
-                        )
+                        yield partial(_part, experts.family, block, stored, parameter, tensor, number, files, report)
 
 
-def _whole(name: str, tensor: StoredTensor, files: OpenFiles, report: Report) -> tuple[str, str]:
+def _whole(name: str, tensor: StoredTensor, files: OpenFiles, report: Report) -> list[tuple[str, str]]:
     digest = hashlib.sha256()
     file, end = files.open(tensor.path), tensor.offset + tensor.num_bytes
     buffer = memoryview(bytearray(min(BUFFER_BYTES, tensor.num_bytes)))
@@ -68,11 +67,11 @@ def _whole(name: str, tensor: StoredTensor, files: OpenFiles, report: Report) ->
         read_fully(file, view, offset)
         digest.update(view)
         report(len(view))
-    return name, _text(tensor.dtype, tensor.shape, digest)
+    return [(name, _text(tensor.dtype, tensor.shape, digest))]
 
 
 def _part(
-    experts: Experts,
+    family: Family,
     block: LayoutBlock,
     stored: Stored,
     parameter: str,
@@ -90,7 +89,7 @@ def _part(
     array = data.view(f"V{DTYPE_BITS[tensor.dtype] // 8}").reshape(shape)
     found = []
     for projection, matrix in _matrices(array, stored, block.form):
-        name = block.single_name(experts.family, number, projection, parameter)
+        name = block.single_name(family, number, projection, parameter)
         content = np.ascontiguousarray(matrix).reshape(-1).view(np.uint8)
         found.append((name, _text(tensor.dtype, matrix.shape, hashlib.sha256(content.data))))
     return found

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from fxoffload.checkpoints.check_experts import open_experts
 from fxoffload.checkpoints.families import Form
-from fxoffload.checkpoints.header import StoredTensor
 from fxoffload.checkpoints.layouts import Layout, LayoutBlock, Mixed
 from fxoffload.checkpoints.notes import source_notes
 from fxoffload.checkpoints.slices import expert_shape
@@ -78,6 +76,9 @@ def inspect(folder: str | os.PathLike[str], *, pattern: str | None = None) -> In
         )
         for kind, blocks in alike.items()
     )
+    bytes_by_dtype: Counter[str] = Counter()
+    for tensor in checkpoint.tensors.values():
+        bytes_by_dtype[tensor.dtype] += tensor.num_bytes
     return Inspection(
         str(checkpoint.folder),
         experts.family.name,
@@ -87,16 +88,9 @@ def inspect(folder: str | os.PathLike[str], *, pattern: str | None = None) -> In
         len(checkpoint.shards),
         len(checkpoint.tensors),
         checkpoint.num_bytes,
-        _bytes_by_dtype(checkpoint.tensors.values()),
+        dict(bytes_by_dtype.most_common()),
         tuple(path.as_posix() for path in checkpoint.other_files),
         tuple(path.name for path in checkpoint.extras),
         dict(checkpoint.foreign),
         source_notes(experts),
     )
-
-
-def _bytes_by_dtype(tensors: Iterable[StoredTensor]) -> dict[str, int]:
-    counted: Counter[str] = Counter()
-    for tensor in tensors:
-        counted[tensor.dtype] += tensor.num_bytes
-    return dict(counted.most_common())

@@ -17,7 +17,7 @@ from fxoffload.checkpoints.expert_keys import Stored, merged_name
 from fxoffload.checkpoints.families import PROJECTIONS, Form, Projection
 from fxoffload.checkpoints.header import DTYPE_BITS, StoredTensor, num_bytes_of
 from fxoffload.checkpoints.layouts import Experts, Layout, LayoutBlock
-from fxoffload.checkpoints.slices import Slice, expert_shape, holder, part_shape, slice_of, stored_projections
+from fxoffload.checkpoints.slices import STORED, Slice, expert_shape, holder, part_shape, slice_of
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def _plan_block(experts: Experts, block: LayoutBlock, layout: Layout, form: Form
                 name = block.single_name(experts.family, expert, projection, parameter)
                 outputs.append(_plan_tensor(block, name, projection, parameter, form, [expert], stack=False))
         else:
-            for stored in stored_projections(layout):
+            for stored in STORED[layout]:
                 name = merged_name(block.name, stored, parameter)
                 outputs.append(_plan_tensor(block, name, stored, parameter, form, numbers, stack=True))
     return outputs

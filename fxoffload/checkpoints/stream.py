@@ -65,7 +65,7 @@ def write_shards(
     all of them have ended; so is KeyboardInterrupt, however often Ctrl-C is pressed. Files are left as they are then.
     """
     total = sum(shard.num_bytes - len(shard.header) for shard in shards)
-    job = _StreamJob(folder, mode, fsync, _tasks(shards))
+    job = _StreamJob(folder, mode, fsync, ((shard, step) for shard in shards for step in _cut(shard)))
     count = _num_workers(shards, workers)
     # Not Thread.join: interrupted by Ctrl-C, it takes a running thread for ended (bpo-45274), and the caller would
     # remove the folder under its hands.
@@ -94,14 +94,8 @@ def _num_workers(shards: Sequence[Shard], workers: int) -> int:
     return max(1, min(workers, IN_FLIGHT_BYTES // largest))
 
 
-def _tasks(shards: Sequence[Shard]) -> Iterator[tuple[Shard, Step]]:
-    """Steps in order, long copies cut so that workers share a shard with few large tensors."""
-    for shard in shards:
-        for step in _cut(shard):
-            yield shard, step
-
-
 def _cut(shard: Shard) -> Iterator[Step]:
+    """Steps in order, long copies cut so that workers share a shard with few large tensors."""
     if not shard.steps:
         yield Copy(Path(os.devnull), 0, 0, len(shard.header))  # a shard of empty tensors is still a file
     for step in shard.steps:
