@@ -22,7 +22,7 @@ from fxoffload.checkpoints.move_bytes import BUFFER_BYTES, OpenFiles, read_fully
 Report = Callable[[int], None]
 
 
-def checksums(experts: Experts, workers: int = 2, report: Report = lambda num_bytes: None) -> dict[str, str]:
+def checksums(experts: Experts, workers: int, report: Report) -> dict[str, str]:
     """For every tensor, by its name in the layout of one tensor per expert: dtype, shape and sha256.
 
     ``report`` is called with the bytes read, from several threads.

@@ -7,7 +7,7 @@ forms of the fused one, whose elements change places.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -145,7 +145,7 @@ def plan_conversion(experts: Experts, targets: Targets) -> list[OutputTensor]:
 
 def _plan_block(experts: Experts, block: LayoutBlock, layout: Layout, form: Form | None) -> list[OutputTensor]:
     outputs = []
-    numbers = range(block.num_experts)
+    numbers = list(range(block.num_experts))
     for parameter in sorted({parameter for _, parameter in block.tensors}):
         if layout == "experts":
             for projection, expert in itertools.product(PROJECTIONS, numbers):
@@ -159,14 +159,7 @@ def _plan_block(experts: Experts, block: LayoutBlock, layout: Layout, form: Form
 
 
 def _plan_tensor(
-    block: LayoutBlock,
-    name: str,
-    stored: Stored,
-    parameter: str,
-    form: Form | None,
-    numbers: Sequence[int],
-    *,
-    stack: bool,
+    block: LayoutBlock, name: str, stored: Stored, parameter: str, form: Form | None, numbers: list[int], *, stack: bool
 ) -> OutputTensor:
     """One tensor that holds ``stored`` of the experts ``numbers``."""
     projections: list[Projection] = [p for p in PROJECTIONS if holder("fused", p) == stored or p == stored]

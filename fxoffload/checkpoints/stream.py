@@ -49,13 +49,7 @@ class _StreamJob:
 
 
 def write_shards(
-    shards: Sequence[Shard],
-    folder: Path,
-    workers: int,
-    *,
-    mode: int,
-    fsync: bool,
-    progress: Progress,
+    shards: Sequence[Shard], folder: Path, workers: int, *, mode: int, fsync: bool, progress: Progress
 ) -> None:
     """Write every shard into ``folder``, with the permissions ``mode`` less the umask.
 
