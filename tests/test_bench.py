@@ -11,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from fxoffload.bench import here, processes, run, sizing
+from fxoffload.bench import processes, run, sizing, worker
 from fxoffload.bench.decoder import build
 from fxoffload.bench.records import BenchRow, BenchWork, Machine, Report, Request, Spread, Steps, Switches
 from fxoffload.bench.show import render
@@ -24,7 +24,7 @@ TINY = BenchWork("cpu", "float32", 3, 32, 32, 64, 4, 2, 8, inner="aot_eager", wa
 @pytest.fixture(scope="module")
 def whole_run() -> Report:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(processes, "run", here.run)  # the probe too, without the seconds of a process
+        patch.setattr(processes, "run", worker.run_here)  # the probe too, without the seconds of a process
         return run.bench(60.0, work=TINY)
 
 
@@ -198,7 +198,7 @@ def test_what_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
     probe = processes.Ended("ok", "", 0.1, Machine(None, "2"))
     monkeypatch.setattr(processes, "run", lambda request, limit_s: probe)
-    monkeypatch.setattr(here, "measure", fail)
+    monkeypatch.setattr(worker, "measure", fail)
     report = run.bench(60.0, work=TINY)
     assert [row.status for row in report.rows] == ["failed", "failed", "failed", "skipped", "failed"]
     assert "RuntimeError: no plain today" in render(report)

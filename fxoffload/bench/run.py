@@ -72,9 +72,9 @@ def _budget(checkpoint: BenchRow, default: BenchRow) -> int | None:
 def _run(request: Request, limit_s: float, rehearsal: bool) -> processes.Ended:
     if not rehearsal:
         return processes.run(request, limit_s)
-    from fxoffload.bench import here  # imports torch
+    from fxoffload.bench import worker  # imports torch
 
-    return here.run(request, limit_s)
+    return worker.run_here(request, limit_s)
 
 
 def _probe(limit_s: float) -> Machine:
