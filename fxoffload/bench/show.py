@@ -28,7 +28,8 @@ def render(report: Report) -> str:
         lines.append(
             "A REHEARSAL without a GPU: it shows that everything runs; its times say nothing and it has no peaks."
         )
-    parts = ["\n".join(lines), _steps(report), _switches(report), _notes(report)]
+    notes = "\n".join(f"- {row.name}: {row.status}: {row.reason}" for row in report.rows if row.reason)
+    parts = ["\n".join(lines), _steps(report), _switches(report), notes]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -63,10 +64,6 @@ def _switches(report: Report) -> str:
     bits = "every bit is as it was" if found.equal else "BITS DIFFER: please report this"
     what = f"{found.moved_bytes / 1e9:.2f} GB of parameters and AdamW state to the host and back; {bits}"
     return f"{what}\n\n{tabulate(table, headers='keys', tablefmt='github', disable_numparse=True)}"
-
-
-def _notes(report: Report) -> str:
-    return "\n".join(f"- {row.name}: {row.status}: {row.reason}" for row in report.rows if row.reason)
 
 
 def _spread(found: Spread | None) -> str:

@@ -59,6 +59,7 @@ def merge_or_split(
     pattern: Pattern = None,
     fsync: Fsync = True,
 ) -> None:
+    # The options above by their names, as both functions take them.
     _run(checkpoints.merge if context.command.name == "merge" else checkpoints.split, context.params)
 
 
