@@ -11,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from fxoffload.bench import here, processes, run, sizing
+from fxoffload.bench import processes, run, sizing, worker
 from fxoffload.bench.decoder import build
 from fxoffload.bench.records import BenchRow, BenchWork, Machine, Report, Request, Spread, Steps, Switches
 from fxoffload.bench.show import render
@@ -24,7 +24,7 @@ TINY = BenchWork("cpu", "float32", 3, 32, 32, 64, 4, 2, 8, inner="aot_eager", wa
 @pytest.fixture(scope="module")
 def whole_run() -> Report:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(processes, "run", here.run)  # the probe too, without the seconds of a process
+        patch.setattr(processes, "run", worker.run_here)  # the probe too, without the seconds of a process
         return run.bench(60.0, work=TINY)
 
 
@@ -92,7 +92,7 @@ def test_a_rehearsal_says_that_it_is_one(whole_run: Report) -> None:
 def test_a_process_of_its_own_answers_or_says_why_not() -> None:
     ended = processes.run(Request("probe"), 120.0)
     assert ended.status == "ok", ended.reason
-    assert ended.answer is not None and ended.answer["torch"] == torch.__version__
+    assert isinstance(ended.answer, Machine) and ended.answer.torch == torch.__version__
     ended = processes.run(Request("plain", dataclasses.replace(TINY, heads=3)), 120.0)
     assert ended.status == "failed" and ended.answer is None
     assert ended.reason.startswith("torch._dynamo.exc.") and "\n" not in ended.reason
@@ -188,20 +188,21 @@ def test_bits_that_differ_are_said() -> None:
 def test_the_second_plan_takes_checkpointings_peak() -> None:
     checkpoint = BenchRow("c", "ok", "", 1.0, steps=steps(500.0, 10.0))
     failed = BenchRow("c", "failed", "out of memory", 1.0)
-    assert run._budget(checkpoint, failed) == (int(1.02 * 10 * GIB), "")
-    assert run._budget(failed, failed) == (None, "needs checkpointing's peak, which was not measured")
+    assert run._budget(checkpoint, failed) == int(1.02 * 10 * GIB)
+    assert run._budget(failed, failed) is None
 
 
 def test_what_fails_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(request: Request) -> None:
         raise RuntimeError(f"no {request.kind} today")
 
-    probe = processes.Ended("ok", "", 0.1, {"gpu": None, "torch": "2"})
+    probe = processes.Ended("ok", "", 0.1, Machine(None, "2"))
     monkeypatch.setattr(processes, "run", lambda request, limit_s: probe)
-    monkeypatch.setattr(here, "measure", fail)
+    monkeypatch.setattr(worker, "measure", fail)
     report = run.bench(60.0, work=TINY)
     assert [row.status for row in report.rows] == ["failed", "failed", "failed", "skipped", "failed"]
     assert "RuntimeError: no plain today" in render(report)
+    assert "skipped: needs checkpointing's peak, which was not measured" in render(report)
 
 
 def test_a_machine_whose_torch_does_not_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,8 +136,8 @@ LAID_BY_NOBODY = {
     "benchmarks/moe_data.py": "a folder that it makes, in a TemporaryDirectory",
     "benchmarks/moe_variants.py": "a TemporaryDirectory",
     "benchmarks/sweep.py": "a TemporaryDirectory of launch_sweep",
+    "fxoffload/bench/__main__.py": "a TemporaryDirectory of processes",
     "fxoffload/bench/processes.py": "a TemporaryDirectory",
-    "fxoffload/bench/worker.py": "a TemporaryDirectory of processes",
     "fxoffload/compiler/plan_ahead.py": "a TemporaryDirectory",
     "fxoffload/files.py": "no folder: a device or a pipe",
 }

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -14,9 +13,8 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from fxoffload.bench.records import Request, Status
+from fxoffload.bench.records import Answer, Request, Status
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_REASON_CHARACTERS = 500
@@ -25,12 +23,12 @@ ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception)\b")
 
 @dataclass(frozen=True)
 class Ended:
-    """``answer``: the JSON object that the process wrote, None where ``status`` is not "ok"."""
+    """``answer``: None where ``status`` is not "ok"."""
 
     status: Status
     reason: str
     wall_s: float
-    answer: dict[str, Any] | None
+    answer: Answer | None
 
 
 def run(request: Request, limit_s: float) -> Ended:
@@ -38,10 +36,10 @@ def run(request: Request, limit_s: float) -> Ended:
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="fxoffload-bench-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        asked, answer = folder / "asked.json", folder / "answer.json"
-        asked.write_text(json.dumps(dataclasses.asdict(request)))
+        asked, answer = folder / "asked", folder / "answer"
+        asked.write_bytes(pickle.dumps(request))
         code, log = _run([str(asked), str(answer)], folder, limit_s)
-        found = json.loads(answer.read_text()) if code == 0 else None
+        found = pickle.loads(answer.read_bytes()) if code == 0 else None
     wall_s = time.monotonic() - start
     if code is None:
         return Ended("timeout", f"not finished after {limit_s:.0f} s", wall_s, None)

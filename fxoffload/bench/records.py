@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 Kind = Literal["probe", "plain", "checkpoint", "fxoffload", "phases"]
 Status = Literal["ok", "failed", "timeout", "skipped"]
@@ -32,7 +32,7 @@ class BenchWork:
 
 @dataclass(frozen=True)
 class Request:
-    """The input of one process. ``activation_budget``: of ``kind`` "fxoffload", None for its default."""
+    """The input of one process. ``work``: None for a "probe". ``activation_budget``: None for fxoffload's default."""
 
     kind: Kind
     work: BenchWork | None = None
@@ -86,6 +86,9 @@ class Switches:
     equal: bool
 
 
+Answer = Machine | Steps | Switches
+
+
 @dataclass
 class BenchRow:
     """One process. ``reason`` says why there is no result."""
@@ -112,19 +115,3 @@ class Report:
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=1)
-
-
-def request_from_json(text: str) -> Request:
-    """What ``dataclasses.asdict`` of a Request became."""
-    found: dict[str, Any] = json.loads(text)
-    work = found.pop("work")
-    return Request(**found, work=None if work is None else BenchWork(**work))
-
-
-def steps_from(found: dict[str, Any]) -> Steps:
-    return Steps(**{**found, "step_ms": Spread(**found["step_ms"])})
-
-
-def switches_from(found: dict[str, Any]) -> Switches:
-    ways = {name: Spread(**found[name]) for name in ("offload_gb_per_s", "onload_gb_per_s")}
-    return Switches(**{**found, **ways})

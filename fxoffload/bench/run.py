@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 from collections.abc import Callable
-from dataclasses import replace
 
+from fxoffload import __version__
 from fxoffload.bench import processes
-from fxoffload.bench.records import BenchRow, BenchWork, Kind, Machine, Report, Request, steps_from, switches_from
+from fxoffload.bench.records import BenchRow, BenchWork, Kind, Machine, Report, Request, Steps, Switches
 from fxoffload.bench.sizing import BenchError, choose, rehearsal
 
 BUDGET_OF_CHECKPOINT = 1.02
@@ -32,12 +31,17 @@ def bench(limit_s: float, tell: Tell = lambda name: None, work: BenchWork | None
     if work is None:
         work = rehearsal() if machine.free_bytes is None else choose(machine.free_bytes)
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    report = Report(now, _version(), machine, work, rehearsal=work.device == "cpu")
+    report = Report(now, __version__, machine, work, rehearsal=work.device == "cpu")
     plain_name = "Inductor" if work.inner == "inductor" else work.inner
 
     def add(name: str, kind: Kind, budget: int | None = None) -> BenchRow:
         tell(name)
-        row = _measure(name, Request(kind, work, budget), limit_s)
+        ended = _run(Request(kind, work, budget), limit_s, report.rehearsal)
+        row = BenchRow(name, ended.status, ended.reason, ended.wall_s, budget)
+        if isinstance(ended.answer, Steps):
+            row.steps = ended.answer
+        if isinstance(ended.answer, Switches):
+            row.switches = ended.answer
         report.rows.append(row)
         return row
 
@@ -45,52 +49,37 @@ def bench(limit_s: float, tell: Tell = lambda name: None, work: BenchWork | None
     checkpoint = add(f"{plain_name} + checkpointing", "checkpoint")
     default = add("fxoffload, default", "fxoffload")
     name = "fxoffload, at checkpointing's peak" if not report.rehearsal else "fxoffload, with a budget"
-    budget, why = _budget(checkpoint, default)
+    budget = _budget(checkpoint, default)
     if budget is None:
-        report.rows.append(BenchRow(name, "skipped", why, 0.0))
+        report.rows.append(BenchRow(name, "skipped", "needs checkpointing's peak, which was not measured", 0.0))
     else:
         add(name, "fxoffload", budget)
     add("phases", "phases")
     return report
 
 
-def _budget(checkpoint: BenchRow, default: BenchRow) -> tuple[int | None, str]:
-    """Bytes for the second plan, or why there are none."""
+def _budget(checkpoint: BenchRow, default: BenchRow) -> int | None:
+    """Bytes for the second plan; None where no peak was measured or planned."""
     if checkpoint.steps is not None and checkpoint.steps.peak_bytes is not None:
-        return int(BUDGET_OF_CHECKPOINT * checkpoint.steps.peak_bytes), ""
+        return int(BUDGET_OF_CHECKPOINT * checkpoint.steps.peak_bytes)
     planned = default.steps
     if planned is not None and planned.planned_baseline_peak_bytes and planned.smallest_budget_bytes:
         least = int(1.2 * planned.smallest_budget_bytes)
-        return max(least, int(REHEARSED_BUDGET * planned.planned_baseline_peak_bytes)), ""
-    return None, "needs checkpointing's peak, which was not measured"
+        return max(least, int(REHEARSED_BUDGET * planned.planned_baseline_peak_bytes))
+    return None
 
 
-def _measure(name: str, request: Request, limit_s: float) -> BenchRow:
-    assert request.work is not None
-    if request.work.device == "cpu":
-        from fxoffload.bench import here  # imports torch
+def _run(request: Request, limit_s: float, rehearsal: bool) -> processes.Ended:
+    if not rehearsal:
+        return processes.run(request, limit_s)
+    from fxoffload.bench import worker  # imports torch
 
-        ended = here.run(request, limit_s)
-    else:
-        ended = processes.run(request, limit_s)
-    row = BenchRow(name, ended.status, ended.reason, ended.wall_s, request.activation_budget)
-    if ended.answer is None:
-        return row
-    if request.kind == "phases":
-        return replace(row, switches=switches_from(ended.answer))
-    return replace(row, steps=steps_from(ended.answer))
+    return worker.run_here(request, limit_s)
 
 
 def _probe(limit_s: float) -> Machine:
     """In a process of its own: a context would take memory that the variants are measured in."""
     ended = processes.run(Request("probe"), limit_s)
-    if ended.answer is None:
+    if not isinstance(ended.answer, Machine):
         raise BenchError(f"expected torch to start and say which GPU there is, found: {ended.reason}")
-    return Machine(**ended.answer)
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("fxoffload")
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+    return ended.answer

@@ -6,7 +6,7 @@ import math
 
 from tabulate import tabulate
 
-from fxoffload.bench.records import BenchRow, Report, Spread, Steps
+from fxoffload.bench.records import Report, Spread, Steps
 from fxoffload.sizes import format_bytes
 
 GIB = 1 << 30
@@ -28,7 +28,8 @@ def render(report: Report) -> str:
         lines.append(
             "A REHEARSAL without a GPU: it shows that everything runs; its times say nothing and it has no peaks."
         )
-    parts = ["\n".join(lines), _steps(report), _switches(report), _notes(report)]
+    notes = "\n".join(f"- {row.name}: {row.status}: {row.reason}" for row in report.rows if row.reason)
+    parts = ["\n".join(lines), _steps(report), _switches(report), notes]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -38,7 +39,7 @@ def _steps(report: Report) -> str:
     table = [
         {
             "variant": row.name,
-            "step ms": _spread(row.steps.step_ms if row.steps else None, 1),
+            "step ms": _spread(row.steps.step_ms if row.steps else None),
             "time": "" if report.rehearsal else _change(row.steps, plain),
             "peak GiB": _peak(row.steps),
             "memory": _part(row.steps, plain),
@@ -57,26 +58,18 @@ def _switches(report: Report) -> str:
         return ""
     table = [
         {"phases": "first offload (pins host memory)", "GB/s": f"{found.first_offload_gb_per_s:.1f}", "one copy": ""},
-        {"phases": "offload", "GB/s": _spread(found.offload_gb_per_s, 1), "one copy": _rate(found.link_down_gb_per_s)},
-        {"phases": "onload", "GB/s": _spread(found.onload_gb_per_s, 1), "one copy": _rate(found.link_up_gb_per_s)},
+        {"phases": "offload", "GB/s": _spread(found.offload_gb_per_s), "one copy": _rate(found.link_down_gb_per_s)},
+        {"phases": "onload", "GB/s": _spread(found.onload_gb_per_s), "one copy": _rate(found.link_up_gb_per_s)},
     ]
     bits = "every bit is as it was" if found.equal else "BITS DIFFER: please report this"
     what = f"{found.moved_bytes / 1e9:.2f} GB of parameters and AdamW state to the host and back; {bits}"
     return f"{what}\n\n{tabulate(table, headers='keys', tablefmt='github', disable_numparse=True)}"
 
 
-def _notes(report: Report) -> str:
-    return "\n".join(f"- {row.name}: {row.status}: {row.reason}" for row in report.rows if row.reason)
-
-
-def is_measured(row: BenchRow) -> bool:
-    return row.steps is not None or row.switches is not None
-
-
-def _spread(found: Spread | None, digits: int) -> str:
+def _spread(found: Spread | None) -> str:
     if found is None:
         return "-"
-    return f"{found.median:.{digits}f} [{found.q1:.{digits}f}, {found.q3:.{digits}f}]"
+    return f"{found.median:.1f} [{found.q1:.1f}, {found.q3:.1f}]"
 
 
 def _change(steps: Steps | None, plain: Steps | None) -> str:

@@ -12,18 +12,19 @@ from torch import Tensor
 
 import fxoffload
 from fxoffload.bench.decoder import build
-from fxoffload.bench.records import BenchWork, Request, Spread, Steps
+from fxoffload.bench.records import BenchWork, Kind, Spread, Steps
 
 
-def measure(request: Request) -> Steps:
+def measure(work: BenchWork, kind: Kind, activation_budget: int | None) -> Steps:
     """Every step accumulates into gradients that exist and were zeroed, and begins and ends with an idle device."""
-    work = request.work
-    assert work is not None
-    decoder, x = build(work, checkpointing=request.kind == "checkpoint")
+    decoder, x = build(work, checkpointing=kind == "checkpoint")
     leaves = [*decoder.parameters(), x]
     for leaf in leaves:
         leaf.grad = torch.zeros_like(leaf)
-    compiled = _compile(decoder, request)
+    how: dict[str, Any] = {"backend": work.inner}
+    if kind == "fxoffload":
+        how = {"backend": "fxoffload", "options": _options(work, activation_budget)}
+    compiled: Callable[[Tensor], Tensor] = torch.compile(decoder, **how)  # type: ignore[assignment]
     device = torch.device(work.device)
     _warm_up_libraries(device)
     first_ms, _ = _step(compiled, x, leaves, device)
@@ -38,7 +39,7 @@ def measure(request: Request) -> Steps:
         loss=losses[-1],
         gradient_norms=[leaf.grad.double().norm().item() for leaf in leaves if leaf.grad is not None],
     )
-    if request.kind == "fxoffload" and (plans := fxoffload.plans()):
+    if kind == "fxoffload" and (plans := fxoffload.plans()):
         plan = plans[-1]
         measured.planned_peak_bytes = plan.predicted_peak_bytes
         measured.planned_baseline_peak_bytes = plan.baseline_peak_bytes
@@ -52,7 +53,7 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(median, q1, q3)
 
 
-def options(work: BenchWork, activation_budget: int | None) -> dict[str, Any]:
+def _options(work: BenchWork, activation_budget: int | None) -> dict[str, Any]:
     """Of the fxoffload backend. A rehearsal offloads between two places of host memory, everything there is."""
     found: dict[str, Any] = {"inner": work.inner}
     if activation_budget is not None:
@@ -62,14 +63,6 @@ def options(work: BenchWork, activation_budget: int | None) -> dict[str, Any]:
     return found
 
 
-def _compile(decoder: torch.nn.Module, request: Request) -> Callable[[Tensor], Tensor]:
-    work = request.work
-    assert work is not None
-    if request.kind == "fxoffload":
-        return torch.compile(decoder, backend="fxoffload", options=options(work, request.activation_budget))  # type: ignore[return-value]
-    return torch.compile(decoder, backend=work.inner)  # type: ignore[return-value]
-
-
 def _step(
     compiled: Callable[[Tensor], Tensor], x: Tensor, leaves: list[Tensor], device: torch.device
 ) -> tuple[float, float]:
@@ -77,15 +70,15 @@ def _step(
     for leaf in leaves:
         assert leaf.grad is not None
         leaf.grad.zero_()
-    _synchronize(device)
+    synchronize(device)
     start = time.perf_counter()
     loss = compiled(x)
     loss.backward()
-    _synchronize(device)
+    synchronize(device)
     return (time.perf_counter() - start) * 1e3, loss.item()
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

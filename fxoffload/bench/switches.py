@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fxoffload.bench.decoder import build
 from fxoffload.bench.records import BenchWork, Switches
-from fxoffload.bench.steps import spread
+from fxoffload.bench.steps import spread, synchronize
 from fxoffload.phases import PhaseManager
 
 LINK_BYTES, LINK_ROUNDS = 256 << 20, 5
@@ -54,12 +54,10 @@ def _checksum(tensor: Tensor) -> int:
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     start = time.perf_counter()
     work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     return time.perf_counter() - start
 
 

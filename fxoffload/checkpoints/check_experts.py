@@ -14,7 +14,7 @@ from fxoffload.checkpoints.folder_name import about
 from fxoffload.checkpoints.header import StoredTensor
 from fxoffload.checkpoints.index import open_checkpoint
 from fxoffload.checkpoints.layouts import Experts, LayoutBlock, detect
-from fxoffload.checkpoints.slices import stored_projections
+from fxoffload.checkpoints.slices import STORED
 
 # More than any model has by far: a larger number is a mistake, and not worth a set of that size.
 MOST_LAYERS = 100_000
@@ -142,7 +142,7 @@ def _check_complete(block: LayoutBlock, said: int | None) -> None:
         )
     source = "the highest number found" if said is None else "config.json"
     present = {projection for projection, _ in block.tensors}
-    missing = [name for name in stored_projections(block.layout) if name not in present]
+    missing = [name for name in STORED[block.layout] if name not in present]
     if missing:
         raise BrokenCheckpointError(
             f"{block.name}: expected {', '.join(missing)} too, found {', '.join(sorted(present))}; "

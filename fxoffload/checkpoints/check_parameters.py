@@ -43,11 +43,7 @@ def check_parameters(experts: Experts, block: LayoutBlock, config: Mapping[str, 
 
 def _shapes(block: LayoutBlock, parameter: str) -> Shapes:
     """Of one expert, in the layout of one tensor per expert."""
-    found: dict[Projection, tuple[int, ...]] = {}
-    for projection in PROJECTIONS:
-        shape = expert_shape(block, projection, parameter)
-        if shape is not None:
-            found[projection] = shape
+    found: Shapes = {p: shape for p in PROJECTIONS if (shape := expert_shape(block, p, parameter)) is not None}
     absent = [projection for projection in PROJECTIONS if projection not in found]
     if absent:
         raise BrokenCheckpointError(

@@ -7,29 +7,27 @@ takes nothing from the plan: it reads a part of a stored tensor and cuts it with
 from __future__ import annotations
 
 import hashlib
-import os
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 
-from fxoffload.checkpoints.expert_keys import Stored, single_name
-from fxoffload.checkpoints.families import Projection
+from fxoffload.checkpoints.expert_keys import Stored
+from fxoffload.checkpoints.families import Family, Projection
 from fxoffload.checkpoints.header import DTYPE_BITS, StoredTensor
 from fxoffload.checkpoints.layouts import Experts, LayoutBlock
-from fxoffload.checkpoints.move_bytes import BUFFER_BYTES, read_fully
+from fxoffload.checkpoints.move_bytes import BUFFER_BYTES, OpenFiles, read_fully
 
 Report = Callable[[int], None]
 
 
-def checksums(experts: Experts, workers: int = 2, report: Report = lambda num_bytes: None) -> dict[str, str]:
+def checksums(experts: Experts, workers: int, report: Report) -> dict[str, str]:
     """For every tensor, by its name in the layout of one tensor per expert: dtype, shape and sha256.
 
     ``report`` is called with the bytes read, from several threads.
     """
-    files = _Files()
+    files = OpenFiles()
     try:
         with ThreadPoolExecutor(workers) as pool:
             # result() raises a failure; jobs that are still queued are cancelled.
@@ -43,44 +41,24 @@ def checksums(experts: Experts, workers: int = 2, report: Report = lambda num_by
         files.close()
 
 
-class _Files:
-    """Open files by path, for several threads."""
-
-    def __init__(self) -> None:
-        self._files: dict[Path, int] = {}
-        self._lock = threading.Lock()
-
-    def open(self, path: Path) -> int:
-        with self._lock:
-            if path not in self._files:
-                self._files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            return self._files[path]
-
-    def close(self) -> None:
-        for file in self._files.values():
-            os.close(file)
-
-
 Job = Callable[[], list[tuple[str, str]]]
 
 
-def _jobs(experts: Experts, files: _Files, report: Report) -> Iterator[Job]:
+def _jobs(experts: Experts, files: OpenFiles, report: Report) -> Iterator[Job]:
     for tensor in experts.others.values():
-        yield lambda tensor=tensor: [_whole(tensor.name, tensor, files, report)]
+        yield partial(_whole, tensor.name, tensor, files, report)
     for block in experts.blocks.values():
         for (stored, parameter), tensors in block.tensors.items():
             for expert, tensor in tensors.items():
                 if expert is not None and stored != "gate_up":
-                    name = single_name(experts.family, block.single_module(experts.family), expert, stored, parameter)
-                    yield lambda name=name, tensor=tensor: [_whole(name, tensor, files, report)]
+                    name = block.single_name(experts.family, expert, stored, parameter)
+                    yield partial(_whole, name, tensor, files, report)
                 else:
                     for number in range(tensor.shape[0]):
-                        yield lambda args=(block, stored, parameter, tensor, number): _part(
-                            experts, *args, files, report
-                        )
+                        yield partial(_part, experts.family, block, stored, parameter, tensor, number, files, report)
 
 
-def _whole(name: str, tensor: StoredTensor, files: _Files, report: Report) -> tuple[str, str]:
+def _whole(name: str, tensor: StoredTensor, files: OpenFiles, report: Report) -> list[tuple[str, str]]:
     digest = hashlib.sha256()
     file, end = files.open(tensor.path), tensor.offset + tensor.num_bytes
     buffer = memoryview(bytearray(min(BUFFER_BYTES, tensor.num_bytes)))
@@ -89,17 +67,17 @@ def _whole(name: str, tensor: StoredTensor, files: _Files, report: Report) -> tu
         read_fully(file, view, offset)
         digest.update(view)
         report(len(view))
-    return name, _text(tensor.dtype, tensor.shape, digest)
+    return [(name, _text(tensor.dtype, tensor.shape, digest))]
 
 
 def _part(
-    experts: Experts,
+    family: Family,
     block: LayoutBlock,
     stored: Stored,
     parameter: str,
     tensor: StoredTensor,
     number: int,
-    files: _Files,
+    files: OpenFiles,
     report: Report,
 ) -> list[tuple[str, str]]:
     """The checksums of one expert's part of a tensor that all experts share."""
@@ -111,7 +89,7 @@ def _part(
     array = data.view(f"V{DTYPE_BITS[tensor.dtype] // 8}").reshape(shape)
     found = []
     for projection, matrix in _matrices(array, stored, block.form):
-        name = single_name(experts.family, block.single_module(experts.family), number, projection, parameter)
+        name = block.single_name(family, number, projection, parameter)
         content = np.ascontiguousarray(matrix).reshape(-1).view(np.uint8)
         found.append((name, _text(tensor.dtype, matrix.shape, hashlib.sha256(content.data))))
     return found

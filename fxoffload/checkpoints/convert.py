@@ -120,7 +120,7 @@ def convert(
     with about(source):
         targets = choose_targets(experts, chosen, chosen_form, chosen_towers)
         outputs = plan_conversion(experts, targets)
-    indexed = [output for output in outputs if output.path not in checkpoint.extras]
+    indexed = [output for output in outputs if output.begins.path not in checkpoint.extras]
     shards = plan_shards(indexed, parse_bytes(shard_size, "shard_size"), checkpoint.metadata)
     index = build_index(shards, indexed, checkpoint.index_metadata)
     files = [*shards, *plan_extras(outputs, checkpoint.extras)]
@@ -246,5 +246,5 @@ def _check_workers(workers: int | None) -> int:
     return workers
 
 
-def _stage(progress: StageProgress | None, stage: str) -> Callable[[int, int], None] | None:
-    return None if progress is None else partial(progress, stage)
+def _stage(progress: StageProgress | None, stage: str) -> Callable[[int, int], None]:
+    return partial(progress or (lambda stage, done, total: None), stage)

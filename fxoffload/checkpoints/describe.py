@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fxoffload.checkpoints.check_experts import open_experts
 from fxoffload.checkpoints.families import Form
-from fxoffload.checkpoints.header import StoredTensor
 from fxoffload.checkpoints.layouts import Layout, LayoutBlock, Mixed
 from fxoffload.checkpoints.notes import source_notes
 from fxoffload.checkpoints.slices import expert_shape
-
-# Stem, layout, form, experts, shape of gate, dtypes.
-Alike = tuple[str, Layout, Form | None, int, tuple[int, ...], tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -67,25 +62,23 @@ def inspect(folder: str | os.PathLike[str], *, pattern: str | None = None) -> In
     """
     experts = open_experts(folder, pattern)
     checkpoint = experts.checkpoint
-    alike: dict[Alike, list[LayoutBlock]] = {}
+    alike: dict[TowerInspection, list[LayoutBlock]] = {}
     for block in experts.blocks.values():
         dtypes = tuple(sorted({tensor.dtype for tensor in block.all_tensors()}))
         shape = expert_shape(block, "gate", "weight") or ()
-        key = (block.stem, block.layout, block.form, block.num_experts, shape, dtypes)
-        alike.setdefault(key, []).append(block)
+        kind = TowerInspection(block.stem, block.layout, block.form, (), block.num_experts, shape, dtypes, 0)
+        alike.setdefault(kind, []).append(block)
     towers = tuple(
-        TowerInspection(
-            prefix=stem,
-            layout=layout,
-            form=form,
+        replace(
+            kind,
             layers=tuple(sorted(block.layer for block in blocks)),
-            num_experts=count,
-            shape=shape,
-            dtypes=dtypes,
             num_bytes=sum(tensor.num_bytes for block in blocks for tensor in block.all_tensors()),
         )
-        for (stem, layout, form, count, shape, dtypes), blocks in alike.items()
+        for kind, blocks in alike.items()
     )
+    bytes_by_dtype: Counter[str] = Counter()
+    for tensor in checkpoint.tensors.values():
+        bytes_by_dtype[tensor.dtype] += tensor.num_bytes
     return Inspection(
         str(checkpoint.folder),
         experts.family.name,
@@ -95,16 +88,9 @@ def inspect(folder: str | os.PathLike[str], *, pattern: str | None = None) -> In
         len(checkpoint.shards),
         len(checkpoint.tensors),
         checkpoint.num_bytes,
-        _bytes_by_dtype(checkpoint.tensors.values()),
+        dict(bytes_by_dtype.most_common()),
         tuple(path.as_posix() for path in checkpoint.other_files),
         tuple(path.name for path in checkpoint.extras),
         dict(checkpoint.foreign),
         source_notes(experts),
     )
-
-
-def _bytes_by_dtype(tensors: Iterable[StoredTensor]) -> dict[str, int]:
-    counted: Counter[str] = Counter()
-    for tensor in tensors:
-        counted[tensor.dtype] += tensor.num_bytes
-    return dict(counted.most_common())

@@ -84,11 +84,6 @@ class KeyReader:
         return ExpertKey(match["block"], match["prefix"], tower, layer, expert, projection, parameter)
 
 
-def single_name(family: Family, block: str, expert: int, projection: Projection, parameter: str) -> str:
-    """The name of one expert's tensor."""
-    return f"{block}.{expert}.{family.projections[PROJECTIONS.index(projection)]}.{parameter}"
-
-
 def merged_name(block: str, projection: Stored, parameter: str) -> str:
     """The name of a tensor that all experts share."""
     return f"{block}.{projection}_proj{PARAMETERS[parameter]}"

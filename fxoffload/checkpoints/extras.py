@@ -35,7 +35,6 @@ def find_extras(checkpoint: Checkpoint, reader: KeyReader, family: Family) -> Ch
     foreign: dict[str, str] = {}
     tensors = dict(checkpoint.tensors)
     indexed: dict[str, ExpertKey | None] = {}
-    holders: dict[str, Path] = {}
     other_indexes = dict(_other_indexes(checkpoint))
     for path in checkpoint.other_files:
         name = path.as_posix()
@@ -58,10 +57,9 @@ def find_extras(checkpoint: Checkpoint, reader: KeyReader, family: Family) -> Ch
             if reason is not None:
                 foreign[name] = reason
                 continue
-            _check_once(found, holders)
+            _check_once(found, tensors)
             extras[checkpoint.folder / path] = metadata
             tensors |= {tensor.name: tensor for tensor in found}
-            holders |= {tensor.name: tensor.path for tensor in found}
     names = {path.name for path in extras}
     others = tuple(path for path in checkpoint.other_files if path.as_posix() not in names)
     return replace(checkpoint, tensors=tensors, other_files=others, extras=extras, foreign=foreign)
@@ -105,12 +103,12 @@ def _place(key: ExpertKey) -> tuple[str, int]:
     return key.stem, key.layer
 
 
-def _check_once(found: list[StoredTensor], holders: Mapping[str, Path]) -> None:
+def _check_once(found: list[StoredTensor], tensors: Mapping[str, StoredTensor]) -> None:
     for tensor in found:
-        if tensor.name in holders:
+        if tensor.name in tensors:
             raise BrokenCheckpointError(
-                f"{tensor.path}: expected one file with {tensor.name}, found it in {holders[tensor.name].name} too; "
-                f"remove the file that is not the model's, or name the right one in {INDEX_NAME}"
+                f"{tensor.path}: expected one file with {tensor.name}, found it in {tensors[tensor.name].path.name} "
+                f"too; remove the file that is not the model's, or name the right one in {INDEX_NAME}"
             )
 
 

@@ -107,9 +107,11 @@ def _open(root: Path) -> Checkpoint:
         if weight_map is not None:
             _check_against_index(root / name, {tensor.name for tensor in found}, weight_map)
         tensors.update({tensor.name: tensor for tensor in found})
+    config = root / "config.json"
     return Checkpoint(
         root,
-        _read_config(root),
+        # transformers writes Infinity into some, and nothing of a config is written here.
+        read_json(config, finite=False) if config.is_file() else None,
         tensors,
         tuple(root / name for name in names),
         {key: next(iter(values)) for key, values in metadata.items() if len(values) == 1},
@@ -193,12 +195,6 @@ def _check_against_index(shard: Path, found: set[str], weight_map: Mapping[str, 
             f"{shard}: expected the tensors that {INDEX_NAME} lists for it, but the index lies: {'; '.join(problems)}; "
             "fetch both again, from one revision, or mend the index"
         )
-
-
-def _read_config(root: Path) -> Mapping[str, Any] | None:
-    path = root / "config.json"
-    # transformers writes Infinity into some, and nothing of a config is written here.
-    return read_json(path, finite=False) if path.is_file() else None
 
 
 def _stamp(path: Path) -> tuple[int, int]:

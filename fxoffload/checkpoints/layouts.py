@@ -24,7 +24,7 @@ from fxoffload.checkpoints.errors import (
 )
 from fxoffload.checkpoints.expert_keys import FOUR_BIT, ExpertKey, KeyReader, Stored
 from fxoffload.checkpoints.extras import find_extras
-from fxoffload.checkpoints.families import Family, Form, Tower
+from fxoffload.checkpoints.families import PROJECTIONS, Family, Form, Projection, Tower
 from fxoffload.checkpoints.find_family import EXAMPLE, find_family, quantization_of, tower_config
 from fxoffload.checkpoints.header import StoredTensor
 from fxoffload.checkpoints.index import Checkpoint
@@ -71,6 +71,11 @@ class LayoutBlock:
     def single_module(self, family: Family) -> str:
         """The module that holds the experts in the layout of one tensor each: the files' name for it."""
         return f"{self.stem}{self.layer}.{family.module}"
+
+    def single_name(self, family: Family, expert: int, projection: Projection, parameter: str) -> str:
+        """The name of one expert's tensor in that layout."""
+        name = family.projections[PROJECTIONS.index(projection)]
+        return f"{self.single_module(family)}.{expert}.{name}.{parameter}"
 
     @property
     def weight_dtype(self) -> str:

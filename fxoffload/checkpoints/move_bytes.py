@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
 from fxoffload.checkpoints.errors import BrokenCheckpointError
-from fxoffload.checkpoints.plan_conversion import ConversionPiece, Reorder
+from fxoffload.checkpoints.plan_conversion import Reorder
 from fxoffload.checkpoints.slices import Slice
 
 # Bytes between two looks at whether to stop, and between two reports of progress.
@@ -24,6 +26,24 @@ _NOT_BY_KERNEL = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, err
 
 class StoppedError(Exception):
     """Another worker failed or the user interrupted; raised in workers only."""
+
+
+class OpenFiles:
+    """Files that are read, by path, for several threads."""
+
+    def __init__(self) -> None:
+        self._files: dict[Path, int] = {}
+        self._lock = threading.Lock()
+
+    def open(self, path: Path) -> int:
+        with self._lock:
+            if path not in self._files:
+                self._files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            return self._files[path]
+
+    def close(self) -> None:
+        for file in self._files.values():
+            os.close(file)
 
 
 @dataclass
@@ -48,14 +68,14 @@ class ByteMover:
             offset, position = offset + done, position + done
             self.report(done)
 
-    def reorder(self, step: Reorder, open_source: Callable[[ConversionPiece], int], target: int) -> None:
+    def reorder(self, step: Reorder, sources: OpenFiles, target: int) -> None:
         """Fill the step's bytes of ``target`` with its pieces, elements put in their new places."""
         self._check_stopped()
         unit = np.dtype(f"V{step.itemsize}") if step.itemsize not in (1, 2, 4, 8) else np.dtype(f"u{step.itemsize}")
         output = np.empty(step.num_bytes // step.itemsize, dtype=unit)
         for piece in step.pieces:
             given = np.empty(piece.num_bytes // step.itemsize, dtype=unit)
-            read_fully(open_source(piece), _bytes_of(given), piece.offset)
+            read_fully(sources.open(piece.path), _bytes_of(given), piece.offset)
             _scatter(_view(given, piece.taken), _view(output, piece.put))
         write_fully(target, _bytes_of(output), step.target)
         self.report(step.num_bytes)

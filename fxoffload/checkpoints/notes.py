@@ -24,7 +24,9 @@ def source_notes(experts: Experts) -> tuple[str, ...]:
 
 def output_notes(experts: Experts, targets: Targets, num_shards: int) -> tuple[str, ...]:
     """About the output, in sentences."""
-    return (*_index(experts, num_shards), *_fused_scales(experts, targets))
+    lost = sorted(experts.checkpoint.kept_metadata) if num_shards == 1 else []
+    index = [f"not kept: the index's metadata ({some(lost)}), as a single file has no index"] if lost else []
+    return (*index, *_fused_scales(experts, targets))
 
 
 def verification_notes(source: Experts, output: Experts) -> tuple[str, ...]:
@@ -101,12 +103,6 @@ def _metadata(experts: Experts) -> Iterator[str]:
     said = checkpoint.index_metadata.get("total_size", num_bytes)
     if said != num_bytes:
         yield f"the index says total_size {shortened(said)}; the tensors have {num_bytes} bytes"
-
-
-def _index(experts: Experts, num_shards: int) -> Iterator[str]:
-    lost = sorted(experts.checkpoint.kept_metadata)
-    if lost and num_shards == 1:
-        yield f"not kept: the index's metadata ({some(lost)}), as a single file has no index"
 
 
 def _fused_scales(experts: Experts, targets: Targets) -> Iterator[str]:

@@ -6,17 +6,18 @@ forms of the fused one, whose elements change places.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from fxoffload.checkpoints.errors import BrokenCheckpointError, LayoutError, UnsupportedCheckpointError
-from fxoffload.checkpoints.expert_keys import Stored, merged_name, single_name
+from fxoffload.checkpoints.expert_keys import Stored, merged_name
 from fxoffload.checkpoints.families import PROJECTIONS, Form, Projection
 from fxoffload.checkpoints.header import DTYPE_BITS, StoredTensor, num_bytes_of
 from fxoffload.checkpoints.layouts import Experts, Layout, LayoutBlock
-from fxoffload.checkpoints.slices import Slice, expert_shape, holder, part_shape, slice_of, stored_projections
+from fxoffload.checkpoints.slices import STORED, Slice, expert_shape, holder, part_shape, slice_of
 
 
 @dataclass(frozen=True)
@@ -72,17 +73,8 @@ class OutputTensor:
         return num_bytes_of(self.dtype, self.shape)
 
     @property
-    def path(self) -> Path:
-        """The file of the source that holds the first bytes of it."""
-        return self._first.path
-
-    @property
-    def offset(self) -> int:
-        """Where these are in that file."""
-        return self._first.offset
-
-    @property
-    def _first(self) -> Copy | ConversionPiece:
+    def begins(self) -> Copy | ConversionPiece:
+        """Its first bytes in the source: ``path`` and ``offset``."""
         step = self.steps[0]
         return step if isinstance(step, Copy) else step.pieces[0]
 
@@ -148,22 +140,20 @@ def plan_conversion(experts: Experts, targets: Targets) -> list[OutputTensor]:
         outputs += _plan_block(experts, block, *targets[block.name])
     _check_names(outputs)
     files = {path: number for number, path in enumerate(experts.checkpoint.files)}
-    return sorted(outputs, key=lambda output: (files[output.path], output.offset))
+    return sorted(outputs, key=lambda output: (files[output.begins.path], output.begins.offset))
 
 
 def _plan_block(experts: Experts, block: LayoutBlock, layout: Layout, form: Form | None) -> list[OutputTensor]:
     outputs = []
+    numbers = list(range(block.num_experts))
     for parameter in sorted({parameter for _, parameter in block.tensors}):
-        for stored in stored_projections(layout):
-            if layout == "experts":
-                for expert in range(block.num_experts):
-                    name = single_name(
-                        experts.family, block.single_module(experts.family), expert, _plain(stored), parameter
-                    )
-                    outputs.append(_plan_tensor(block, name, stored, parameter, form, [expert], stack=False))
-            else:
+        if layout == "experts":
+            for projection, expert in itertools.product(PROJECTIONS, numbers):
+                name = block.single_name(experts.family, expert, projection, parameter)
+                outputs.append(_plan_tensor(block, name, projection, parameter, form, [expert], stack=False))
+        else:
+            for stored in STORED[layout]:
                 name = merged_name(block.name, stored, parameter)
-                numbers = list(range(block.num_experts))
                 outputs.append(_plan_tensor(block, name, stored, parameter, form, numbers, stack=True))
     return outputs
 
@@ -244,9 +234,3 @@ def _check_names(outputs: list[OutputTensor]) -> None:
                 "it is made of; remove the one that is wrong"
             )
         seen.add(output.name)
-
-
-def _plain(stored: Stored) -> Projection:
-    if stored == "gate_up":
-        raise AssertionError("expected one tensor per projection in the layout of one tensor per expert")
-    return stored

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ def plan_extras(outputs: Sequence[OutputTensor], extras: Mapping[Path, Mapping[s
     """
     made = []
     for path, metadata in extras.items():
-        held = [output for output in outputs if output.path == path]
+        held = [output for output in outputs if output.begins.path == path]
         if held:
             made.append(_shard(path.name, held, with_format(metadata)))
     return made
@@ -83,15 +83,9 @@ def _shard(name: str, outputs: list[OutputTensor], metadata: Mapping[str, str]) 
     offset = len(header)
     for output in ordered:
         for step in output.steps:
-            _append(steps, _moved(step, offset))
+            _append(steps, replace(step, target=step.target + offset))
         offset += output.num_bytes
     return Shard(name, header, tuple(o.name for o in ordered), tuple(steps), offset)
-
-
-def _moved(step: Step, offset: int) -> Step:
-    if isinstance(step, Copy):
-        return Copy(step.path, step.offset, step.num_bytes, step.target + offset)
-    return type(step)(step.pieces, step.itemsize, step.num_bytes, step.target + offset)
 
 
 def _append(steps: list[Step], step: Step) -> None:
@@ -103,6 +97,6 @@ def _append(steps: list[Step], step: Step) -> None:
         and (last.path, last.offset + last.num_bytes, last.target + last.num_bytes)
         == (step.path, step.offset, step.target)
     ):
-        steps[-1] = Copy(last.path, last.offset, last.num_bytes + step.num_bytes, last.target)
+        steps[-1] = replace(last, num_bytes=last.num_bytes + step.num_bytes)
     else:
         steps.append(step)

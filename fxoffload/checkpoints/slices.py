@@ -14,7 +14,8 @@ from fxoffload.checkpoints.expert_keys import Stored
 from fxoffload.checkpoints.families import Form, Projection
 from fxoffload.checkpoints.layouts import Layout, LayoutBlock
 
-_STORED: dict[str, tuple[Stored, ...]] = {
+# The projections that have a tensor of their own in a layout.
+STORED: dict[Layout, tuple[Stored, ...]] = {
     "experts": ("gate", "up", "down"),
     "stacked": ("gate", "up", "down"),
     "fused": ("gate_up", "down"),
@@ -35,11 +36,6 @@ class Slice:
     def contiguous(self) -> bool:
         columns_follow = self.columns == 1 or self.column_stride == 1
         return columns_follow and (self.rows == 1 or self.row_stride == self.columns)
-
-
-def stored_projections(layout: Layout) -> tuple[Stored, ...]:
-    """The projections that have a tensor of their own in ``layout``."""
-    return _STORED[layout]
 
 
 def holder(layout: Layout, projection: Projection) -> Stored:

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fxoffload.checkpoints.interrupts import held_back
-from fxoffload.checkpoints.move_bytes import CHUNK_BYTES, ByteMover, StoppedError, write_fully
-from fxoffload.checkpoints.plan_conversion import ConversionPiece, Copy, Reorder, Step
+from fxoffload.checkpoints.move_bytes import CHUNK_BYTES, ByteMover, OpenFiles, StoppedError, write_fully
+from fxoffload.checkpoints.plan_conversion import Copy, Reorder, Step
 from fxoffload.checkpoints.plan_shards import Shard
 
 Progress = Callable[[int, int], None]
@@ -42,20 +42,14 @@ class _StreamJob:
     tasks: Iterator[tuple[Shard, Step]]
     lock: threading.Lock = field(default_factory=threading.Lock)
     shards: dict[str, _OpenShard] = field(default_factory=dict)
-    sources: dict[Path, int] = field(default_factory=dict)
+    sources: OpenFiles = field(default_factory=OpenFiles)
     num_bytes: int = 0
     failure: BaseException | None = None
     stop: bool = False
 
 
 def write_shards(
-    shards: Sequence[Shard],
-    folder: Path,
-    workers: int,
-    *,
-    mode: int = 0o666,
-    fsync: bool = True,
-    progress: Progress | None = None,
+    shards: Sequence[Shard], folder: Path, workers: int, *, mode: int, fsync: bool, progress: Progress
 ) -> None:
     """Write every shard into ``folder``, with the permissions ``mode`` less the umask.
 
@@ -65,7 +59,7 @@ def write_shards(
     all of them have ended; so is KeyboardInterrupt, however often Ctrl-C is pressed. Files are left as they are then.
     """
     total = sum(shard.num_bytes - len(shard.header) for shard in shards)
-    job = _StreamJob(folder, mode, fsync, _tasks(shards))
+    job = _StreamJob(folder, mode, fsync, ((shard, step) for shard in shards for step in _cut(shard)))
     count = _num_workers(shards, workers)
     # Not Thread.join: interrupted by Ctrl-C, it takes a running thread for ended (bpo-45274), and the caller would
     # remove the folder under its hands.
@@ -76,21 +70,17 @@ def write_shards(
             running += [pool.submit(_work, job) for _ in range(count)]
             while wait(running, timeout=POLL_S).not_done:
                 held.deliver()
-                _report(job, total, progress)
-            _report(job, total, progress)
+                progress(job.num_bytes, total)
+            progress(job.num_bytes, total)
         finally:
             job.stop = True
             wait(running)
             pool.shutdown()
-            for file in [*job.sources.values(), *(shard.file for shard in job.shards.values())]:
-                os.close(file)
+            job.sources.close()
+            for shard in job.shards.values():
+                os.close(shard.file)
     if job.failure is not None:
         raise job.failure
-
-
-def _report(job: _StreamJob, total: int, progress: Progress | None) -> None:
-    if progress is not None:
-        progress(job.num_bytes, total)
 
 
 def _num_workers(shards: Sequence[Shard], workers: int) -> int:
@@ -98,14 +88,8 @@ def _num_workers(shards: Sequence[Shard], workers: int) -> int:
     return max(1, min(workers, IN_FLIGHT_BYTES // largest))
 
 
-def _tasks(shards: Sequence[Shard]) -> Iterator[tuple[Shard, Step]]:
-    """Steps in order, long copies cut so that workers share a shard with few large tensors."""
-    for shard in shards:
-        for step in _cut(shard):
-            yield shard, step
-
-
 def _cut(shard: Shard) -> Iterator[Step]:
+    """Steps in order, long copies cut so that workers share a shard with few large tensors."""
     if not shard.steps:
         yield Copy(Path(os.devnull), 0, 0, len(shard.header))  # a shard of empty tensors is still a file
     for step in shard.steps:
@@ -127,9 +111,9 @@ def _work(job: _StreamJob) -> None:
         while (task := _take(job)) is not None:
             shard, step, target = task
             if isinstance(step, Copy):
-                mover.copy(_source(job, step), step.offset, target, step.target, step.num_bytes)
+                mover.copy(job.sources.open(step.path), step.offset, target, step.target, step.num_bytes)
             else:
-                mover.reorder(step, lambda piece: _source(job, piece), target)
+                mover.reorder(step, job.sources, target)
             _finish(job, shard)
     except StoppedError:
         pass
@@ -172,13 +156,6 @@ def _finish(job: _StreamJob, shard: Shard) -> None:
     finally:
         with job.lock:
             os.close(job.shards.pop(shard.name).file)
-
-
-def _source(job: _StreamJob, step: Copy | ConversionPiece) -> int:
-    with job.lock:
-        if step.path not in job.sources:
-            job.sources[step.path] = os.open(step.path, os.O_RDONLY | os.O_CLOEXEC)
-        return job.sources[step.path]
 
 
 def _create(path: Path, shard: Shard, mode: int) -> int:

@@ -29,7 +29,7 @@ class Verification:
 
 
 def verify_experts(
-    source: Experts, output: Experts, workers: int, progress: Callable[[int, int], None] | None = None
+    source: Experts, output: Experts, workers: int, progress: Callable[[int, int], None]
 ) -> Verification:
     """Compare a checksum of every tensor, and every other file. ``progress(done, total)`` in bytes read of both.
 
@@ -42,8 +42,7 @@ def verify_experts(
         nonlocal done
         with lock:
             done += num_bytes
-            if progress is not None:
-                progress(done, total)
+            progress(done, total)
 
     expected = checksums(source, workers, report)
     found = checksums(output, workers, report)

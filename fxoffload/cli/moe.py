@@ -46,8 +46,10 @@ Towers = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
-@app.command()
-def merge(
+@app.command("split", help="Stacked or fused -> one tensor per expert, as Hugging Face stores it.")
+@app.command("merge", help="One tensor per expert -> stacked: gate_proj, up_proj [E, I, H], down_proj [E, H, I].")
+def merge_or_split(
+    context: typer.Context,
     source: Source,
     target: Target,
     shard_size: ShardSize = DEFAULT_SHARD_SIZE,
@@ -57,23 +59,8 @@ def merge(
     pattern: Pattern = None,
     fsync: Fsync = True,
 ) -> None:
-    """One tensor per expert -> stacked: gate_proj, up_proj [E, I, H], down_proj [E, H, I]."""
-    _run(checkpoints.merge, locals())
-
-
-@app.command()
-def split(
-    source: Source,
-    target: Target,
-    shard_size: ShardSize = DEFAULT_SHARD_SIZE,
-    workers: Workers = None,
-    verify: Verify = False,
-    overwrite: Overwrite = False,
-    pattern: Pattern = None,
-    fsync: Fsync = True,
-) -> None:
-    """Stacked or fused -> one tensor per expert, as Hugging Face stores it."""
-    _run(checkpoints.split, locals())
+    # The options above by their names, as both functions take them.
+    _run(checkpoints.merge if context.command.name == "merge" else checkpoints.split, context.params)
 
 
 @app.command()

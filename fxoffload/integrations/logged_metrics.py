@@ -44,9 +44,12 @@ class PerStep:
 
 
 class AddsToLogs(TrainerCallback):
-    """Adds its numbers to logs that lack them: for reporters that come after it. See [Note: Logs and reporters]."""
+    """Adds its numbers to logs that lack them: for reporters that come after it. See [Note: Logs and reporters].
 
-    added: frozenset[str] = frozenset()  # names of these numbers
+    Only to logs of steps, not of an evaluation or of a whole training.
+    """
+
+    added: frozenset[str]  # names of these numbers
 
     def on_log(
         self,
@@ -57,29 +60,26 @@ class AddsToLogs(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Adds to the logs, where that was not done before reporters saw them."""
-        if logs is not None and not self.added & logs.keys():
-            self._add(state, logs)
+        if logs is not None and "loss" in logs and state.is_world_process_zero and not self.added & logs.keys():
+            add_to_logs(state, logs, self._numbers(state))
 
-    def _add(self, state: TrainerState, logs: dict[str, Any]) -> None:
+    def _numbers(self, state: TrainerState) -> dict[str, float]:
         raise NotImplementedError
 
 
-class AddsFirst(AddsToLogs):
-    """Stands in front of a Trainer's callbacks, and calls ``add`` with the state and the logs."""
+class AddsFirst(TrainerCallback):
+    """Stands in front of a Trainer's callbacks, and lets ``callback`` see logs there."""
 
-    def __init__(self, add: Callable[[TrainerState, dict[str, Any]], None]) -> None:
-        self.add = add
-
-    def _add(self, state: TrainerState, logs: dict[str, Any]) -> None:
-        self.add(state, logs)
+    def __init__(self, callback: AddsToLogs) -> None:
+        self.on_log = callback.on_log
 
 
-def put_first(add: Callable[[TrainerState, dict[str, Any]], None]) -> Callable[[], None]:
-    """Let ``add`` see logs before reporters do. Called by a callback in an event. Returns what ends it."""
+def put_first(callback: AddsToLogs) -> Callable[[], None]:
+    """Let ``callback`` see logs before reporters do. Called by it in an event. Returns what ends it."""
     handler = callback_handler_of_event()
     if handler is None:
         return lambda: None
-    mine = AddsFirst(add)
+    mine = AddsFirst(callback)
     # A new list: the event that is under way goes on with the one that it began with.
     handler.callbacks = [mine, *handler.callbacks]
 
@@ -87,11 +87,6 @@ def put_first(add: Callable[[TrainerState, dict[str, Any]], None]) -> Callable[[
         handler.callbacks = [one for one in handler.callbacks if one is not mine]
 
     return end
-
-
-def is_of_training(logs: Mapping[str, Any] | None) -> bool:
-    """Whether these are logs of steps, and not of an evaluation or of a whole training."""
-    return logs is not None and "loss" in logs
 
 
 def step_of(state: TrainerState | None) -> int:

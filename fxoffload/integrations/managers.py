@@ -25,12 +25,6 @@ class _Slot:
     def __init__(self, manager: PhaseManager | None = None) -> None:
         self.manager = manager
 
-    def __deepcopy__(self, memo: Any) -> _Slot:
-        return _Slot()
-
-    def __copy__(self) -> _Slot:
-        return _Slot()
-
     def __reduce__(self) -> Any:
         return _Slot, ()
 

@@ -39,11 +39,8 @@ class Aliases:
         self._searched = False
         self._apart: list[tuple[weakref.ref[Tensor], int]] = []  # those with memory of their own, and their versions
 
-    def __deepcopy__(self, memo: Any) -> Aliases:
-        return Aliases()
-
     def __reduce__(self) -> Any:
-        return Aliases, ()
+        return Aliases, ()  # copies and pickles know no tensors
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
         """The state dict post hook. Takes note of the tensors."""
@@ -53,7 +50,8 @@ class Aliases:
     def leave(self, manager: PhaseManager) -> None:
         """Sends those away that lie in storages which the manager has just offloaded."""
         self._manager = weakref.ref(manager)
-        offloaded = {held.storage._cdata: held for held in _holdings(manager)}
+        tensors = (t for model in manager.models.values() for t in (*model.parameters(), *model.buffers()))
+        offloaded = {held.storage._cdata: held for t in tensors if (held := manager.holding_of(t)) is not None}
         if offloaded and not self._searched:
             self._searched = True
             self._seen += [weakref.ref(tensor) for tensor in _tensors_on(offloaded.keys(), manager)]
@@ -158,11 +156,3 @@ def _tensors_on(storages: Collection[int], manager: PhaseManager) -> Iterator[Te
                 fits = not thing.requires_grad and any(t.untyped_storage()._cdata in storages for t in _plain(thing))
             if fits:
                 yield thing
-
-
-def _holdings(manager: PhaseManager) -> Iterator[Holding]:
-    for model in manager.models.values():
-        for tensor in (*model.parameters(), *model.buffers()):
-            held = manager.holding_of(tensor)
-            if held is not None:
-                yield held

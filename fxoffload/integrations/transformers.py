@@ -27,15 +27,7 @@ except ImportError as error:
 from fxoffload.integrations.causal_attention import CAUSAL_ATTENTION as CAUSAL_ATTENTION
 from fxoffload.integrations.full_masks import MaskDroppingCollator as MaskDroppingCollator
 from fxoffload.integrations.full_masks import drop_full_mask as drop_full_mask
-from fxoffload.integrations.logged_metrics import (
-    AddsToLogs,
-    PerStep,
-    add_to_logs,
-    gib,
-    is_of_training,
-    put_first,
-    step_of,
-)
+from fxoffload.integrations.logged_metrics import AddsToLogs, PerStep, gib, put_first, step_of
 from fxoffload.report import metrics
 
 log = logging.getLogger(__name__)
@@ -108,7 +100,7 @@ class OffloadCallback(AddsToLogs):
         self._end_logging()
         self._compile(args, model)
         self._per_step.begin(step_of(state), _counters(metrics()))
-        self._end_logging = put_first(self._add)
+        self._end_logging = put_first(self)
 
     def _compile(self, args: TrainingArguments, model: torch.nn.Module) -> None:
         if drop_input_hooks(model):
@@ -137,13 +129,10 @@ class OffloadCallback(AddsToLogs):
         self._end_logging()
         self._end_logging = lambda: None
 
-    def _add(self, state: TrainerState, logs: dict[str, Any]) -> None:
-        if not is_of_training(logs) or not state.is_world_process_zero:
-            return
+    def _numbers(self, state: TrainerState) -> dict[str, float]:
         now = metrics()
         found = self._per_step.read(state.global_step, _counters(now))
-        found |= {logged: gib(now[name]) for name, logged in _GAUGES.items() if name in now}
-        add_to_logs(state, logs, found)
+        return found | {logged: gib(now[name]) for name, logged in _GAUGES.items() if name in now}
 
     def _check_not_compiled(self, args: TrainingArguments, model: torch.nn.Module) -> None:
         if args.torch_compile:

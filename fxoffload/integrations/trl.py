@@ -24,15 +24,7 @@ except ImportError as error:
         "fxoffload.integrations.trl needs transformers; install it with pip install 'fxoffload[transformers]'"
     ) from error
 
-from fxoffload.integrations.logged_metrics import (
-    AddsToLogs,
-    PerStep,
-    add_to_logs,
-    gib,
-    is_of_training,
-    put_first,
-    step_of,
-)
+from fxoffload.integrations.logged_metrics import AddsToLogs, PerStep, gib, put_first, step_of
 
 _HOST = "fxoffload/phases/host_gib"
 
@@ -123,7 +115,7 @@ class PhaseCallback(AddsToLogs):
         for one in leaves(optimizer):
             self._undo += _returned_for_modes(one, self._manager)
         self._manager.offload(OPTIMIZER, wait=False)
-        self._undo.append(put_first(self._add))
+        self._undo.append(put_first(self))
         self._moved = _Moved(self._manager)
         self._per_step.begin(step_of(state), self._moved.sums())
 
@@ -174,11 +166,11 @@ class PhaseCallback(AddsToLogs):
         """Everything is back."""
         self._close()
 
-    def _add(self, state: TrainerState, logs: dict[str, Any]) -> None:
-        if self._manager is None or self._moved is None or not is_of_training(logs) or not state.is_world_process_zero:
-            return
+    def _numbers(self, state: TrainerState) -> dict[str, float]:
+        if self._manager is None or self._moved is None:
+            return {}
         found = self._per_step.read(state.global_step, self._moved.sums())
-        add_to_logs(state, logs, {**found, _HOST: gib(self._manager.image.reserved_bytes)})
+        return {**found, _HOST: gib(self._manager.image.reserved_bytes)}
 
     def _return_for_save(self) -> None:
         self._waits_for_save = True

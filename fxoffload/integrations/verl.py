@@ -14,6 +14,7 @@ The functions have verl's names and signatures, with these differences:
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import logging
@@ -80,31 +81,22 @@ def load_fsdp_optimizer(optimizer: Any, device_id: Any) -> None:
     manager_of_optimizer(optimizer).onload(OPTIMIZER, wait=False)
 
 
-def offload_veomni_model_to_cpu(model: nn.Module, empty_cache: bool = True) -> None:
-    """The same for VeOmni's engine."""
-    offload_fsdp_model_to_cpu(model, empty_cache)
-
-
-def load_veomni_model_to_gpu(model: nn.Module) -> None:
-    """The same for VeOmni's engine."""
-    load_fsdp_model_to_gpu(model)
-
-
-def offload_veomni_optimizer(optimizer: Any) -> None:
-    """The same for VeOmni's engine."""
-    offload_fsdp_optimizer(optimizer)
-
-
-def load_veomni_optimizer(optimizer: Any, device_id: Any) -> None:
-    """The same for VeOmni's engine."""
-    load_fsdp_optimizer(optimizer, device_id)
-
+# The same for VeOmni's engine.
+offload_veomni_model_to_cpu = offload_fsdp_model_to_cpu
+load_veomni_model_to_gpu = load_fsdp_model_to_gpu
+offload_veomni_optimizer = offload_fsdp_optimizer
+load_veomni_optimizer = load_fsdp_optimizer
 
 # Where verl defines the functions that are replaced. VeOmni's engine imports veomni, which need not be installed.
 _FSDP_HOME = "verl.utils.fsdp_utils"
 _VEOMNI_HOME = "verl.workers.engine.veomni.utils"
-_FSDP = (offload_fsdp_model_to_cpu, load_fsdp_model_to_gpu, offload_fsdp_optimizer, load_fsdp_optimizer)
-_VEOMNI = (offload_veomni_model_to_cpu, load_veomni_model_to_gpu, offload_veomni_optimizer, load_veomni_optimizer)
+_FSDP: tuple[str, ...] = (
+    "offload_fsdp_model_to_cpu",
+    "load_fsdp_model_to_gpu",
+    "offload_fsdp_optimizer",
+    "load_fsdp_optimizer",
+)
+_VEOMNI = tuple(name.replace("fsdp", "veomni") for name in _FSDP)
 
 # Replacements that are in place now -> the function of verl that each stands for.
 _replaced: dict[Callable[..., Any], Callable[..., Any]] = {}
@@ -124,17 +116,17 @@ def patch() -> None:
     homes = [(_home(_FSDP_HOME), _FSDP)]
     if (veomni := _veomni_home()) is not None:
         homes.append((veomni, _VEOMNI))
-    for home, ours in homes:
-        missing = [function.__name__ for function in ours if not callable(getattr(home, function.__name__, None))]
+    for home, names in homes:
+        missing = [name for name in names if not callable(getattr(home, name, None))]
         if missing:
             raise RuntimeError(
                 f"expected {', '.join(missing)} in {home.__name__}, found no such functions: this verl moves its "
                 "models in another way. Call fxoffload.integrations.verl's functions, or a PhaseManager of "
                 "fxoffload.phases, from your worker instead of patch()"
             )
-    for home, ours in homes:
-        for function in ours:
-            _replaced[_stand_in(function)] = getattr(home, function.__name__)
+    for home, names in homes:
+        for name in names:
+            _replaced[_stand_in(globals()[name])] = getattr(home, name)
     _exchange({id(theirs): stand_in for stand_in, theirs in _replaced.items()})
 
 
@@ -185,12 +177,10 @@ def _is_installed(package: str) -> bool:
 def _stand_in(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function of its own, so that ``unpatch`` does not take ours from modules that imported it from here."""
 
+    @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
-    call.__name__ = call.__qualname__ = function.__name__
-    call.__doc__ = function.__doc__
-    call.__wrapped__ = function  # type: ignore[attr-defined]
     return call
 
 

@@ -103,6 +103,7 @@ HOSTILE = {
             ("a shape that is a number", tensor("3"), "expected shape of hostile .* found 3"),
             ("one offset", tensor("[0]", "[0]"), r"data_offsets of hostile to be 2 whole numbers .* found \[0\]"),
             ("300,000 offsets", tensor("[0]", f"[{','.join(['9'] * HUGE)}]"), "data_offsets of hostile to be 2"),
+            ("offsets that are texts", tensor("[0]", '["0", "0"]'), r"data_offsets of hostile .* found \['0', '0'\]"),
             ("offsets backwards", tensor("[1]", "[4, 0]"), "expected 4 bytes, found -4"),
             ("a dtype that is a list", tensor("[0]", dtype='["F32"]'), r"the dtypes BOOL.*found \['F32'\]"),
             ("a dtype of a million letters", tensor("[0]", dtype=f'"{"x" * 1_000_000}"'), "the dtypes BOOL"),

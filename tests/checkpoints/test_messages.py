@@ -80,6 +80,7 @@ def below(folder: Path) -> None:
             UnsupportedCheckpointError,
             "pickled weights: pytorch_model.bin.*write safetensors first",
         ),
+        ({"consolidated.00.pth"}, UnsupportedCheckpointError, "pickled weights: consolidated.00.pth. Loading"),
         ({"training_args.bin", "a"}, BrokenCheckpointError, "neither, but only a, training_args.bin"),
         ({"a.safetensors"}, BrokenCheckpointError, "1 files without an index: a.safetensors; give"),
     ],

@@ -7,7 +7,6 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -115,28 +114,11 @@ def test_metadata_of_the_index(tmp_path: Path) -> None:
     assert index["metadata"] == {"by": "us", "total_parameters": 7, "total_size": done.num_bytes}
 
 
-def weight_of(header: dict) -> dict:
-    return next(entry for entry in header.values() if entry.get("shape") in ([5, 6], [6, 5]))
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "words"),
-    [
-        (lambda h: weight_of(h).update(shape=[5.9, "6"]), BrokenCheckpointError, "found [5.9, '6']"),
-        (lambda h: weight_of(h).update(shape=[True, 30]), BrokenCheckpointError, "found [True, 30]"),
-        (lambda h: weight_of(h).update(shape=[-5, -6]), BrokenCheckpointError, "expected shape of "),
-        (lambda h: weight_of(h).update(data_offsets=["0", "60"]), BrokenCheckpointError, "expected data_offsets of "),
-        (lambda h: weight_of(h).update(dtype="I4"), UnsupportedCheckpointError, "of the dtypes BOOL, F4"),
-    ],
-)
-def test_headers_are_read_as_they_are(
-    tmp_path: Path, change: Callable[[dict], None], error: type[CheckpointError], words: str
-) -> None:
+def test_a_dtype_that_is_not_known(tmp_path: Path) -> None:
     source = make(tmp_path / "source")
-    rewrite_header(source / FIRST, change)
-    with pytest.raises(error, match=re.escape(words)) as caught:
+    rewrite_header(source / FIRST, lambda header: header[list(header)[-1]].update(dtype="I4"))
+    with pytest.raises(UnsupportedCheckpointError, match=f"{source / FIRST}: .* of the dtypes BOOL, F4"):
         checkpoints.inspect(source)
-    assert str(source / FIRST) in str(caught.value)
 
 
 def test_a_folder_that_cannot_be_read_is_not_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -225,15 +225,3 @@ def test_every_tensor_is_aligned_to_its_elements(tmp_path: Path) -> None:
     checkpoints.split(tmp_path / "fused", tmp_path / "back")
     tensors = [t for name in ("fused", "back") for t in open_checkpoint(tmp_path / name).tensors.values()]
     assert [t.name for t in tensors if t.num_bytes and t.offset % (DTYPE_BITS[t.dtype] // 8)] == []
-
-
-def test_metadata_of_shards_and_index_is_kept_and_the_total_counted_anew(tmp_path: Path) -> None:
-    source = make(tmp_path / "source")
-    path = source / "model.safetensors.index.json"
-    index = json.loads(path.read_text())
-    index["metadata"] = {"total_size": 1, "total_parameters": 77}
-    path.write_text(json.dumps(index))
-    checkpoints.merge(source, tmp_path / "target", shard_size=300)
-    found = json.loads((tmp_path / "target" / "model.safetensors.index.json").read_text())["metadata"]
-    assert found["total_parameters"] == 77
-    assert found["total_size"] == sum(tensor.nbytes for tensor in load(tmp_path / "target").values())

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from fxoffload import checkpoints
-from fxoffload.checkpoints import move_bytes, stream
+from fxoffload.checkpoints import move_bytes, plan_conversion, stream
 from fxoffload.checkpoints.errors import BrokenCheckpointError
 from fxoffload.checkpoints.move_bytes import ByteMover
 from tests.checkpoints.making import (
@@ -157,7 +157,7 @@ def test_one_worker_reads_while_another_writes(tmp_path: Path, monkeypatch: pyte
 
 def test_workers_are_few_where_experts_are_large() -> None:
     slices = move_bytes.Slice(1, 1, 0, 1, 1)
-    piece = stream.ConversionPiece(Path("x"), 0, 200 << 20, slices, slices)
+    piece = plan_conversion.ConversionPiece(Path("x"), 0, 200 << 20, slices, slices)
     step = stream.Reorder((piece,), 2, 100 << 20, 0)
     shard = stream.Shard("x", b"", ("x",), (step,), 100 << 20)
     assert stream._num_workers([shard], 8) == 1

@@ -169,16 +169,6 @@ def test_merge_and_split_take_a_mixture(tmp_path: Path, layouts: tuple[str, str]
     assert_same(load(tmp_path / "experts"), model.state("experts"))
 
 
-def test_a_mixture_within_a_tower_is_refused(tmp_path: Path) -> None:
-    """Half of a conversion, and not a way to publish."""
-    parts = (Part("model.layers.", "experts"), Part("model.layers.", "fused", replace(TINY, layers=(2,))))
-    source = Published("qwen3_moe", parts, {"num_hidden_layers": 3}).save(tmp_path / "source")
-    with pytest.raises(
-        LayoutError, match=r"source: expected one layout in all layers of model.layers., found a mixture"
-    ):
-        checkpoints.inspect(source)
-
-
 def test_a_tower_that_is_not_there(tmp_path: Path) -> None:
     source = PUBLISHED["DeepSeek-V3"].save(tmp_path / "source")
     for name in ("mtp.", "model.layers.0.", "model.layers.2.mlp"):

@@ -210,18 +210,6 @@ def test_experts_load_with_from_pretrained(
     assert_same(load(tmp_path / "back"), load(folder))
 
 
-def test_fused_experts_load_into_the_modules(saved: tuple[str, torch.nn.Module, Path], tmp_path: Path) -> None:
-    name, model, folder = saved
-    form = "concatenated" if name == "qwen3_vl_moe" else None
-    if name in FUSED_ON_DISK:
-        checkpoints.split(folder, tmp_path / "single")
-        folder = tmp_path / "single"
-    checkpoints.convert(folder, tmp_path / "fused", "fused", form=form)
-    empty = forget_experts(model)
-    assert fill_experts(empty, name, load(tmp_path / "fused")) >= 2
-    assert torch.equal(logits(empty), logits(model))
-
-
 def test_fused_experts_load_with_from_pretrained_too(saved: tuple[str, torch.nn.Module, Path], tmp_path: Path) -> None:
     """transformers 5 keeps experts fused in memory, by these names; it reads both forms of Qwen3-VL."""
     name, model, folder = saved

@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 from transformers.integrations import integration_utils
 
 import fxoffload
-from fxoffload.integrations import transformers
+from fxoffload.integrations import logged_metrics
 from fxoffload.integrations.logged_metrics import PerStep, add_to_logs
 from fxoffload.integrations.transformers import OffloadCallback
 from fxoffload.integrations.trl import PhaseCallback
@@ -68,7 +68,7 @@ def test_reporters_see_what_steps_moved(
     changes = {"logging_steps": 2, "eval_dataset": RandomTokens(), "prediction_loss_only": True, **reporting}
     added: dict[str, float] = {}
     monkeypatch.setattr(
-        transformers, "add_to_logs", lambda state, logs, found: (added.update(found), add_to_logs(state, logs, found))
+        logged_metrics, "add_to_logs", lambda state, logs, found: (added.update(found), add_to_logs(state, logs, found))
     )
     trainer = train(tmp_path, *callbacks, model=Tiny(), **changes)
     names = [type(one).__name__ for one in trainer.callback_handler.callbacks]

@@ -19,6 +19,15 @@ from fxoffload.torch_private.transformers import drop_input_hooks
 
 CPU_OPTIONS: dict[str, Any] = {"device_types": ("cpu",), "inner": "aot_eager", "min_bytes": 1}
 VOCABULARY, SEQUENCE, NUM_STEPS = 97, 16, 3
+SETTINGS: dict[str, Any] = {
+    "use_cpu": True,
+    "per_device_train_batch_size": 2,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": [],
+    "disable_tqdm": True,
+    "seed": 0,
+}
 
 
 def make_model() -> Qwen3ForCausalLM:
@@ -49,17 +58,7 @@ class RandomTokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 def make_trainer(folder: Path, *, model: Qwen3ForCausalLM, policy: str) -> Trainer:
-    args = TrainingArguments(
-        output_dir=str(folder),
-        use_cpu=True,
-        max_steps=NUM_STEPS,
-        per_device_train_batch_size=2,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        seed=0,
-    )
+    args = TrainingArguments(output_dir=str(folder), max_steps=NUM_STEPS, **SETTINGS)
     callback = OffloadCallback(policy=policy, **CPU_OPTIONS)
     return Trainer(model, args, train_dataset=RandomTokens(), callbacks=[callback])
 

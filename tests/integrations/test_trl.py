@@ -19,7 +19,7 @@ from fxoffload.integrations.trl import PhaseCallback
 from fxoffload.phases import OffloadedError, Where
 from fxoffload.phases.moving.host_image import HostMemoryError
 from tests.integrations.phases_support import bytes_of, state_of, total
-from tests.integrations.test_transformers import RandomTokens, losses, make_model
+from tests.integrations.test_transformers import SETTINGS, RandomTokens, losses, make_model
 
 STEPS = 4
 
@@ -56,18 +56,7 @@ class Watch(TrainerCallback):
 def train(
     folder: Path, *callbacks: TrainerCallback, resume: str | None = None, model: Any = None, **changes: Any
 ) -> Trainer:
-    settings: dict[str, Any] = {
-        "output_dir": str(folder),
-        "use_cpu": True,
-        "max_steps": STEPS,
-        "per_device_train_batch_size": 2,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "seed": 0,
-        **changes,
-    }
+    settings = {"output_dir": str(folder), "max_steps": STEPS, **SETTINGS, **changes}
     given = {name: settings.pop(name) for name in ("eval_dataset", "optimizers") if name in settings}
     trainer = Trainer(
         model or make_model(),

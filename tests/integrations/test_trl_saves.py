@@ -14,7 +14,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from fxoffload.integrations.trl import PhaseCallback
 from fxoffload.phases import Where
-from tests.integrations.test_transformers import RandomTokens, losses, make_model
+from tests.integrations.test_transformers import SETTINGS, RandomTokens, losses, make_model
 
 AWAY = (Where.HOST, Where.LEAVING)
 
@@ -48,18 +48,7 @@ class BehindSaves(TrainerCallback):
 
 
 def trainer(folder: Path, phases: PhaseCallback, **changes: Any) -> Watched:
-    settings: dict[str, Any] = {
-        "output_dir": str(folder),
-        "use_cpu": True,
-        "max_steps": 4,
-        "per_device_train_batch_size": 2,
-        "per_device_eval_batch_size": 2,
-        "logging_steps": 1,
-        "report_to": [],
-        "disable_tqdm": True,
-        "seed": 0,
-        **changes,
-    }
+    settings = {"output_dir": str(folder), "max_steps": 4, "per_device_eval_batch_size": 2, **SETTINGS, **changes}
     data = RandomTokens()
     made = Watched(
         make_model(), TrainingArguments(**settings), train_dataset=data, eval_dataset=data, callbacks=[phases]

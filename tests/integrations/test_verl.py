@@ -386,6 +386,11 @@ def fake_verl(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]
     verl.unpatch()
 
 
+def test_veomnis_functions_are_fsdps() -> None:
+    for fsdp, veomni in zip(FSDP_NAMES, VEOMNI_NAMES, strict=True):
+        assert getattr(verl, veomni) is getattr(verl, fsdp)
+
+
 def functions_in(modules: dict[str, ModuleType]) -> dict[str, Any]:
     return {f"{m}.{name}": f for m, module in modules.items() for name, f in vars(module).items() if callable(f)}
 
