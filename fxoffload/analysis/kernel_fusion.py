@@ -172,9 +172,11 @@ class Fusion:
         return found
 
     def traffic(self) -> Iterator[tuple[fx.Node | None, int]]:
-        """Of each kernel, in no particular order, the bytes that it moves: of values that it reads and does not make
-        itself, of its results, and of values that existed before and that it modifies (of a fused one, part of its
-        results). Before them, of a kernel of its own, the op; None: it is fused."""
+        """The op and the bytes of each kernel, in no particular order. The op is None where the kernel is fused.
+
+        Bytes are those of values that it reads and does not make itself, of its results, and of values that existed
+        before and that it modifies. Of a fused kernel, these are part of its results.
+        """
         for node, reads in self._alone.items():
             overwritten = sum(self._bytes(v) for v in mutated_args(node))
             yield node, self._read_bytes(reads) + self._bytes(node) + overwritten
