@@ -27,8 +27,10 @@ from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.windows import no_windows
 from fxoffload.runtime.engine import engine_for
+from fxoffload.runtime.tracker.chains import SizedChain
 from fxoffload.runtime.tracker.hold_to_budget import HoldToBudget
 from fxoffload.runtime.tracker.own_plan import OwnPlan
+from fxoffload.runtime.tracker.tracked_graph import TrackedGraph
 from fxoffload.step.choice import Choice
 from fxoffload.step.segment_names import lies_between
 from tests.allocator import Allocator
@@ -415,3 +417,13 @@ def test_a_budget_that_is_missed_on_paper_is_tried_where_the_device_tells(
     named = int(told.split("(")[1].split()[0])
     assert named == run.plan.predicted.peak_bytes > asked
     assert run.peaks[-1] <= named
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+@pytest.mark.parametrize("is_known", [False, True])
+def test_the_second_of_two_observed_steps_tells_enough_for_a_plan(is_recorded: bool, is_known: bool) -> None:
+    tracked, control, chain = TrackedGraph(mock.Mock()), mock.Mock(), SizedChain()
+    tracked.control, tracked.chains.known = control, mock.Mock() if is_known else None
+    step: Any = SimpleNamespace(calls=[object()], record=object() if is_recorded else None)
+    HoldToBudget._correct(tracked, chain, step, mock.Mock(), 5)
+    control.exceeded.assert_called_once_with(5, 1, is_observed=is_recorded and is_known)
