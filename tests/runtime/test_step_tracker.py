@@ -598,3 +598,13 @@ def test_a_step_in_which_graphs_join_is_not_observed(script: Script) -> None:
     assert script.play("A B b a") == script.play("A B b a") == "observing complete"
     assert script.plans == []
     assert script.play("A B b a") == "following complete"
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_a_graph_that_is_held_to_its_budget_alone_needs_no_plan_for_its_step(script: Script, is_held: bool) -> None:
+    tracked, told = script.graphs["a"], mock.Mock()
+    tracked.own_plan, tracked.gives_up = OwnPlan(1, 100, lambda: None), told
+    tracked.control = SimpleNamespace(loop=None) if is_held else None  # type: ignore[assignment]
+    for step in ("A a", "A A a a") * 10:
+        script.play(step)
+    assert told.called is not is_held

@@ -176,8 +176,7 @@ class StepTracker:
             if not _is_unusual():
                 with self._lock:  # the step before may be the one that leads to a plan
                     if self._step is not None and self._step.has_ended and self._is_over(self._step, tracked):
-                        chains = tracked.chains
-                        self._mark_begin(chains, is_before_plan=all(chain.ready is None for chain in chains.all))
+                        self._mark_begin(tracked.chains)  # before any wait
                         self._finish()
                 awaited = self.plans.awaited(tracked, args)
         except Exception as error:
@@ -348,7 +347,7 @@ class StepTracker:
         counts = step.reads_memory = step.state is StepState.MEASURING or is_second
         begin = self._history if counts and tracked.may_record else None
         times = GapTimes(self._events) if counts and self._events is not None else None
-        self._mark_begin(chains, is_before_plan=step.is_before_plan)
+        self._mark_begin(chains, counts=step.is_before_plan)  # else variants may have been compiled meanwhile
         step.live_bytes = LiveBytes(self._others, None if begin is None else begin(), times)
         if self._hold is not None:
             self._hold.begin(tracked, chain, step, args)
@@ -463,11 +462,11 @@ class StepTracker:
                     if is_observed:
                         step.record = self._record(step)
 
-    def _mark_begin(self, chains: Chains, *, is_before_plan: bool) -> None:
-        """A step begins with one of ``chains``: for the time since the step before."""
+    def _mark_begin(self, chains: Chains, *, counts: bool = True) -> None:
+        """A step begins with one of ``chains``: for the time since the step before, if that ``counts``."""
         between, self._between = self._between, None
         if between is not None:
-            between.step_begins(follows=between is chains.between and is_before_plan)
+            between.step_begins(follows=between is chains.between and counts)
 
     def _mark_end(self, step: RunningStep) -> None:
         """For the time until the next step, before the plan is followed."""
