@@ -2,7 +2,8 @@
 
 Each graph has a frontier of recompute choices (``VariantMaker.points``). Some of them are partitioned. The solver
 chooses one for each call, together with the values that move. At most two per graph are taken on, in addition to the
-graph as compiled. A chain of them is laid out from their partitionings and scheduled like any other, so that all
+graph as compiled. Where a graph of several layers is called once, the solver chooses for each of them
+(``call_layers``). A chain of variants is laid out from their partitionings and scheduled like any other, so that all
 comparisons are of simulations.
 """
 
@@ -12,16 +13,17 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
+from fxoffload.compiler.call_layers import CallLayers
 from fxoffload.compiler.chain_graphs import GraphDescription
 from fxoffload.compiler.search_rounds import CLOSE, SearchAim, faster_rounds, ms_of, search_rounds
 from fxoffload.compiler.variant_maker import PlannedVariant, Points, VariantMaker
 from fxoffload.planner.as_measured import measured_step
 from fxoffload.planner.chain import NO_EXTRA_MEMORY, Chain, ExtraMemory, concatenate, with_turn
-from fxoffload.planner.chain_problem import chain_problem
+from fxoffload.planner.chain_problem import chain_problem, in_names_of_chain
 from fxoffload.planner.problem import Problem, Solution
 from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.schedule import Schedule, Scheduler
@@ -37,8 +39,12 @@ log = logging.getLogger(__name__)
 # Per call, its variant; None: the graph as compiled.
 CallVariants = tuple[PlannedVariant | None, ...]
 
-# Most points of a graph's frontier that are partitioned.
+# Most points of a graph's frontier that are partitioned. Where each layer has a choice of its own, these are the least
+# and the most recomputation.
 _MOST_VARIANTS = 6
+_FEW_VARIANTS = 2
+# Where calls need fewer variants than a graph may have, the others are those of a budget that is smaller by this part.
+_TIGHTER = 0.1
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,43 @@ class ChainChoice:
     def candidates_of(self, call: int) -> tuple[str, ...]:
         """Names in the step of one call, in its order."""
         return tuple(c.name for c in self.steps[call].candidates)
+
+
+@dataclass(frozen=True)
+class VariantProblem:
+    """A problem about the variants of calls.
+
+    Attributes:
+        kinds: per call, its graph.
+        variants: per kind, those to choose from; the first is the graph as compiled.
+        layers: calls whose layers are chosen for one by one -> their choices, and how many layers the problem has of
+            them.
+    """
+
+    problem: Problem
+    kinds: Sequence[int]
+    variants: Mapping[int, Sequence[PlannedVariant | None]]
+    layers: Mapping[int, tuple[CallLayers, int]]
+
+    def chosen(self, solution: Solution) -> Iterator[tuple[int, Sequence[int]]]:
+        """The numbers that the solver chose, for each call."""
+        at = 0
+        for call in range(len(self.kinds)):
+            count = self.layers[call][1] if call in self.layers else 1
+            yield call, solution.variants[at : at + count]
+            at += count
+
+    def call_variants(self, solution: Solution) -> CallVariants | None:
+        """The solver's answer; None where a call may not run its part of it."""
+        found: list[PlannedVariant | None] = []
+        for call, numbers in self.chosen(solution):
+            if call not in self.layers:
+                found.append(self.variants[self.kinds[call]][numbers[0]])
+            elif (variant := self.layers[call][0].variant(numbers)) is not None:
+                found.append(variant)
+            else:
+                return None
+        return tuple(found)
 
 
 class ChainSearch:
@@ -154,20 +197,21 @@ class ChainSearch:
             return []
         # The choice that recomputes most, whatever the solver thinks of it.
         found = [self.with_variants(tuple((self._variants_by_kind[kind] or [None])[-1] for kind in self._kinds), aim)]
-        problem, picked = self._narrowed(aim)
-        if problem is None:
+        narrowed = self._narrowed(aim)
+        if narrowed is None:
             return found
 
-        def lay_out(solution: Solution) -> ChainChoice:
-            pairs = zip(self._kinds, solution.variants, strict=True)
-            choice = self.with_variants(tuple(picked[kind][a] for kind, a in pairs), aim)
-            return replace(choice, promised=solution)
+        def lay_out(solution: Solution) -> ChainChoice | None:
+            variants = narrowed.call_variants(solution)
+            if variants is None:
+                return None
+            return replace(self.with_variants(variants, aim), promised=in_names_of_chain(solution))
 
-        found.extend(search_rounds(problem, aim, lay_out))
+        found.extend(search_rounds(narrowed.problem, aim, lay_out))
         if aim.limit_bytes is not None:
             best = min(found, key=lambda tried: (ms_of(tried), tried.promised is None))
             enough_ms = self.as_compiled().scheduler.keep_all().step_ms * (1 + CLOSE)
-            found.extend(faster_rounds(problem, aim.limit_bytes, best, lay_out, enough_ms=enough_ms))
+            found.extend(faster_rounds(narrowed.problem, aim.limit_bytes, best, lay_out, enough_ms=enough_ms))
         return found
 
     # -- the choices ---------------------------------------------------------------------------------------------------
@@ -178,11 +222,28 @@ class ChainSearch:
         where that obeys activation checkpointing, those that save more too."""
         began = time.perf_counter()
         found: dict[int, list[PlannedVariant]] = {}
-        for kind, call, written in zip(self._kinds, self.calls, self.written, strict=True):
-            if kind in found:
-                continue
-            found[kind] = [v for v in self._find_variants(call) if not _saves(v, call.edges, written)]
+        for call, (kind, description) in enumerate(zip(self._kinds, self.calls, strict=True)):
+            if kind not in found:
+                few = call in self._layers
+                found[kind] = [v for v in self._find_variants(description, few) if self._may_run(call, v)]
         log.info("partitioned %d variants in %.1f s", sum(map(len, found.values())), time.perf_counter() - began)
+        return found
+
+    def _may_run(self, call: int, variant: PlannedVariant) -> bool:
+        return not _saves(variant, self.calls[call].edges, self.written[call])
+
+    @cached_property
+    def _layers(self) -> dict[int, CallLayers]:
+        """Calls that are the only ones of a graph of several layers: their choices."""
+        found: dict[int, CallLayers] = {}
+        counts = Counter(self._kinds)
+        for call, (kind, description) in enumerate(zip(self._kinds, self.calls, strict=True)):
+            maker = description.variant_maker
+            if maker is None or counts[kind] > 1 or description.sizes or not maker.room():
+                continue
+            points = maker.points()
+            if points and len(points[0]) > 1 and (base := maker.variant(points[0])) is not None:
+                found[call] = CallLayers(maker, base, self._rates, partial(self._may_run, call))
         return found
 
     def _plain(self, kind: int, call: GraphDescription) -> PlannedVariant | None:
@@ -192,50 +253,69 @@ class ChainSearch:
         points = call.variant_maker.points()  # it may not be among those that the graph has
         return call.variant_maker.variant(points[0]) if points else None
 
-    def _find_variants(self, call: GraphDescription) -> list[PlannedVariant]:
+    def _find_variants(self, call: GraphDescription, few: bool) -> list[PlannedVariant]:
         if call.variant_maker is None:
             return []
 
         def step_of(variant: PlannedVariant) -> TrainingStep:
             return self._estimate(call, variant)
 
-        return _variants_of(call.variant_maker, call.step, step_of, may_save_more=call.may_save_more)
+        count = _FEW_VARIANTS if few else _MOST_VARIANTS
+        return _variants_of(call.variant_maker, call.step, step_of, may_save_more=call.may_save_more, count=count)
 
-    def _narrowed(self, aim: SearchAim) -> tuple[Problem | None, dict[int, list[PlannedVariant | None]]]:
+    def _narrowed(self, aim: SearchAim) -> VariantProblem | None:
         """The problem with as many variants per kind as a graph may have: those that it has, and those that the solver
-        would use most."""
+        would use most. None: it would use none."""
         every: dict[int, list[PlannedVariant | None]] = {
             kind: [None, *found] for kind, found in self._variants_by_kind.items()
         }
+        alone = {self._kinds[call] for call in self._layers}
         pairs = zip(self._kinds, self.calls, strict=True)
         makers = {kind: c.variant_maker for kind, c in pairs if c.variant_maker is not None}
         there = {kind: set(maker.variants()) for kind, maker in makers.items()}
         room = {kind: maker.room() for kind, maker in makers.items()}
-        if all(len(set(found) - there[kind]) <= room[kind] for kind, found in self._variants_by_kind.items() if found):
-            return self._problem(every), every
-        solution = aim.solve(self._problem(every))
+        shared = {kind: found for kind, found in self._variants_by_kind.items() if found and kind not in alone}
+        if all(len(set(found) - there[kind]) <= room[kind] for kind, found in shared.items()):
+            return self._problem(every)
+        whole = self._problem(every)
+        solution = aim.solve(whole.problem)
         if solution is None:
-            return None, every
-        used: dict[int, Counter[int]] = {kind: Counter() for kind in every}
-        for kind, variant in zip(self._kinds, solution.variants, strict=True):
-            used[kind][variant] += 1
+            return None
+        used = self._used(whole, solution)
+        if aim.limit_bytes is not None and any(sum(map(bool, used[kind])) < room[kind] for kind in shared):
+            tighter = replace(aim, limit_bytes=int((1 - _TIGHTER) * aim.limit_bytes)).solve(whole.problem)
+            more = used if tighter is None else self._used(whole, tighter)
+            used = {kind: [*first, *(a for a in more[kind] if a not in first)] for kind, first in used.items()}
         picked: dict[int, list[PlannedVariant | None]] = {}
         for kind, variants in every.items():
-            best = [a for a, _ in used[kind].most_common() if a]
+            best = [a for a in used[kind] if a]
             if self._reserves and room.get(kind) and len(variants) > 1:
                 best = [len(variants) - 1, *(a for a in best if a != len(variants) - 1)]
             too_many = [a for a in best if variants[a] not in there[kind]][room.get(kind, 0) :]
             picked[kind] = [None, *(variants[a] for a in sorted(set(best).difference(too_many)))]
-        return self._problem(picked), picked
+        return self._problem(picked)
 
-    def _problem(self, options: dict[int, list[PlannedVariant | None]]) -> Problem:
-        """``options``: per kind, variants; the first is the graph as compiled."""
-        counts = [len(options[kind]) for kind in self._kinds]
-        layouts = [
-            self._layout([options[kind][min(j, len(options[kind]) - 1)] for kind in self._kinds])
-            for j in range(max(counts))
-        ]
-        return chain_problem(layouts, counts, self._kinds, self._rates, host_bytes=self._host_bytes)
+    def _used(self, whole: VariantProblem, solution: Solution) -> dict[int, list[int]]:
+        """Per kind, the numbers of the variants that its calls run, the most common first."""
+        used: dict[int, Counter[int]] = {kind: Counter() for kind in self._kinds}
+        for call, numbers in whole.chosen(solution):
+            if call not in whole.layers:
+                used[self._kinds[call]].update(numbers)
+        return {kind: [a for a, _ in counts.most_common()] for kind, counts in used.items()}
+
+    def _problem(self, variants: Mapping[int, Sequence[PlannedVariant | None]]) -> VariantProblem:
+        """``variants``: per kind, those to choose from; the first is the graph as compiled."""
+        bases = {self._kinds[call]: [layers.base] for call, layers in self._layers.items()}
+        each = [bases.get(kind) or variants[kind] for kind in self._kinds]
+        counts = [len(found) for found in each]
+        layouts = [self._layout([found[min(j, len(found) - 1)] for found in each]) for j in range(max(counts))]
+        problem = chain_problem(layouts, counts, self._kinds, self._rates, host_bytes=self._host_bytes)
+        layers = [[layer] for layer in problem.layers]
+        for call, choices in self._layers.items():
+            layers[call] = choices.problem_layers(problem.layers[call], layouts[0], call)
+        problem = replace(problem, layers=tuple(layer for found in layers for layer in found))
+        by_layer = {call: (choices, len(layers[call])) for call, choices in self._layers.items()}
+        return VariantProblem(problem, self._kinds, variants, by_layer)
 
     # -- chains --------------------------------------------------------------------------------------------------------
 
@@ -299,14 +379,17 @@ def _variants_of(
     step_of: Callable[[PlannedVariant], TrainingStep] = lambda v: v.step,
     *,
     may_save_more: bool = False,
+    count: int = _MOST_VARIANTS,
 ) -> list[PlannedVariant]:
     """Those of earlier plans, which may be compiled already, and new ones where the graph may have more.
 
-    ``may_save_more``: than the graph as compiled.
+    Args:
+        may_save_more: than the graph as compiled.
+        count: most new ones.
     """
     there = variant_maker.variants()
     points = variant_maker.points() if variant_maker.room() else ()
-    variants = [*there, *(v for v in _partitioned(variant_maker, points) if v is not None)]
+    variants = [*there, *(v for v in _partitioned(variant_maker, points, count) if v is not None)]
     found: list[PlannedVariant] = []
     least = math.inf if may_save_more else _saved_bytes(compiled)
     nbytes = {variant: _saved_bytes(step_of(variant)) for variant in variants}
@@ -317,11 +400,13 @@ def _variants_of(
     return found
 
 
-def _partitioned(variant_maker: VariantMaker, points: Sequence[Points]) -> list[PlannedVariant | None]:
+def _partitioned(
+    variant_maker: VariantMaker, points: Sequence[Points], most: int = _MOST_VARIANTS
+) -> list[PlannedVariant | None]:
     if not points:
         return []
     sizes = [sum(p.nbytes for p in point.values()) for point in points]
-    count = min(_MOST_VARIANTS, len(points))
+    count = min(most, len(points))
     # Evenly spaced in bytes: many points differ by little.
     levels = [sizes[-1] + (sizes[0] - sizes[-1]) * i // max(count - 1, 1) for i in range(count)]
     wanted = sorted({min(range(len(points)), key=lambda i, level=level: abs(sizes[i] - level)) for level in levels})

@@ -126,18 +126,18 @@ def search_rounds(
         attempt: lays a choice out; None: it saves nothing that may move.
         ask: what the solver is asked for first; None: ``aim``.
     """
-    asked, seen = ask or aim, set[tuple[int, ...]]()
+    asked, seen = ask or aim, dict[tuple[int, ...], _Tried]()
     for _ in range(_MOST_ROUNDS):
-        solution = asked.solve(problem)
-        if solution is None or solution.variants in seen:
+        if (solution := asked.solve(problem)) is None:
             return
-        seen.add(solution.variants)
-        if (tried := attempt(solution)) is None:
-            return
-        log.debug(
-            "recompute choice: promised %s; laid out %s", _text(solution.ms, solution.peak_bytes), _outcome(tried)
-        )
-        yield tried
+        tried = seen.get(solution.variants)  # the same recomputation, which should offload more: it was tried
+        if tried is None:
+            if (tried := attempt(solution)) is None:
+                return
+            seen[solution.variants] = tried
+            yield tried
+        promised = _text(solution.ms, solution.peak_bytes)
+        log.debug("recompute choice: promised %s; laid out %s", promised, _outcome(tried))
         found = aim.missed(asked, solution, tried, problem.d2h_bytes_per_ms)
         if found is None:
             return

@@ -21,6 +21,7 @@ from fxoffload.analysis.values import Storages, tensor_of, written_values
 from fxoffload.compiled_graph import CompiledGraph, CompiledVariant
 from fxoffload.compiler.batch_sizes import BatchSizes
 from fxoffload.compiler.build import Builder, GraphKwargs
+from fxoffload.compiler.choices import Choices
 from fxoffload.compiler.fit import Signature, fit
 from fxoffload.compiler.partitioning import (
     Partition,
@@ -204,6 +205,10 @@ class VariantMaker:
             raise _Unfit("its values do not fit into the slots of what is saved")
         edges = replace(edges_at(self._signature, partitioning, settings), saved=(layout.carrier,))
         return PlannedVariant(partitioning, partitioning.step, edges, down.saved, layout)
+
+    def choices(self, base: PlannedVariant, rates: ProfileRates) -> Choices:
+        """What a variant may recompute, layer by layer. ``base``: the variant of the first of ``points()``."""
+        return Choices(self._source.joint, base.partitioning, rates)
 
     def step_at(self, variant: PlannedVariant, sizes: Mapping[Any, int]) -> TrainingStep:
         """The step of a variant with other sizes than it was described for. ``sizes``: size symbol -> value."""

@@ -15,9 +15,12 @@ from dataclasses import replace
 
 from fxoffload.planner.chain import Chain
 from fxoffload.planner.formulate import other_bytes, problem_of, storages_of
-from fxoffload.planner.problem import LayerVariant, Problem, ProblemLayer, ProblemStorage
+from fxoffload.planner.problem import LayerVariant, Problem, ProblemLayer, ProblemStorage, Solution
 from fxoffload.planner.rates import ProfileRates
 from fxoffload.step.readings import PHASES
+
+# A storage that passes between calls may be one call's under a variant and another one's under another.
+_OWNED = ": "
 
 
 def chain_problem(
@@ -46,6 +49,16 @@ def chain_problem(
         for k, count in enumerate(counts)
     ]
     return problem_of(layouts[0].step, rates, layers=layers, host_bytes=host_bytes)
+
+
+def of_call(call: int, name: str) -> str:
+    """The name in such a problem of a storage of the chain that a call decides about."""
+    return f"call {call}{_OWNED}{name}"
+
+
+def in_names_of_chain(solution: Solution) -> Solution:
+    """``solution`` of such a problem, with storages by their names in the chain that is laid out from it."""
+    return replace(solution, offloaded=frozenset(name.partition(_OWNED)[2] for name in solution.offloaded))
 
 
 class _Layout:
@@ -92,7 +105,7 @@ class _Layout:
     def _moved_over(self, storage: ProblemStorage, call: int) -> ProblemStorage:
         return replace(
             storage,
-            name=f"call {call}: {storage.name}",
+            name=of_call(call, storage.name),
             made_at=self._forward(storage.made_at),
             copy_after=self._forward(storage.copy_after),
             freed_after=self._forward(storage.freed_after),

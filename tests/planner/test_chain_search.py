@@ -21,6 +21,7 @@ from fxoffload.planner import SegmentStep, StorageInfo, TrainingStep
 from fxoffload.planner.chain import concatenate
 from fxoffload.planner.chain_problem import chain_problem
 from fxoffload.planner.formulate import problem_of
+from fxoffload.planner.problem import Solution
 from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.schedule import Scheduler
 from fxoffload.step.edges import EdgeMemory, Edges, Moment
@@ -247,7 +248,7 @@ def test_of_equal_choices_that_of_the_solver_is_raised(monkeypatch: pytest.Monke
     found = ways(layer(), [layer((), again_ms=0.5)], 12, host_bytes=64 * MB)
     aim = SearchAim(limit_bytes=found.as_compiled().scheduler.keep_all().peak_bytes // 3)
     raised: list[Any] = []
-    the_same: Any = mock.Mock(variants=(1,) * 12)
+    the_same = Solution((1,) * 12, frozenset(), ms=1.0, exposed_ms=0.0, peak_bytes=1, bytes_offloaded=0, gap=0.0)
     monkeypatch.setattr(chain_search, "search_rounds", lambda problem, aim, lay_out: [lay_out(the_same)])
     monkeypatch.setattr(chain_search, "faster_rounds", lambda problem, limit, best, *_, **__: raised.append(best) or [])
     most, choice = found.search(aim)
@@ -295,10 +296,23 @@ def test_what_is_picked_where_variants_live() -> None:
     # As if the solver used all of them, the new ones most.
     used = [7, 7, 7, 6, 6, 5, 4, 3, 2, 1]
     with mock.patch.object(SearchAim, "solve", return_value=mock.Mock(variants=used)):
-        _, picked = found._narrowed(SearchAim(limit_bytes=1))
-    ((first, *rest),) = picked.values()
+        narrowed = found._narrowed(SearchAim(limit_bytes=1))
+    assert narrowed is not None
+    ((first, *rest),) = narrowed.variants.values()
     assert first is None
     assert rest == [variant_maker.live[0], offered[6]]
+
+
+def test_a_place_that_calls_do_not_need_is_for_a_smaller_budget() -> None:
+    """A chain that is laid out may miss the budget that the solver thinks to meet."""
+    several = [layer((56 - 8 * i, 64), again_ms=0.05 * (i + 1)) for i in range(6)]
+    found = ways(layer(), several, 10)
+    (offered,) = found._variants_by_kind.values()
+    answers = [mock.Mock(variants=[0] * 9 + [2]), mock.Mock(variants=[0] * 4 + [3] * 4 + [1] * 2)]
+    with mock.patch.object(SearchAim, "solve", autospec=True, side_effect=answers) as solve:
+        narrowed = found._narrowed(SearchAim(limit_bytes=1000))
+    assert narrowed is not None and [call.args[0].limit_bytes for call in solve.call_args_list] == [1000, 900]
+    assert list(narrowed.variants.values()) == [[None, offered[1], offered[2]]]
 
 
 @pytest.mark.parametrize(("num_live", "picked_new"), [(0, (3, 6)), (1, (6,)), (2, ())])
@@ -311,8 +325,9 @@ def test_where_sizes_vary_one_place_is_for_the_variant_that_saves_least(num_live
     (offered,) = found._variants_by_kind.values()
     used = [num_live + i for i in (3, 3, 3, 3, 2, 2, 2, 1, 1)]
     with mock.patch.object(SearchAim, "solve", return_value=mock.Mock(variants=[*used, 0])):
-        _, picked = found._narrowed(SearchAim(limit_bytes=1))
-    (rest,) = picked.values()
+        narrowed = found._narrowed(SearchAim(limit_bytes=1))
+    assert narrowed is not None
+    (rest,) = narrowed.variants.values()
     new = [v for v in rest[1:] if v not in variant_maker.live]
     assert new == [offered[num_live + i - 1] for i in picked_new]
     if picked_new:

@@ -98,12 +98,17 @@ def test_where_it_ends_without_a_kept_promise(monkeypatch: pytest.MonkeyPatch) -
     aim, missed = SearchAim(limit_bytes=1000), [tried(110.0)] * 9
     Asked([solution(100.0)] * 9, monkeypatch)
     assert len(rounds(aim, missed)) == 5
-    Asked([solution(100.0)] * 9, monkeypatch, same=True)
-    assert len(rounds(aim, missed)) == 1  # the same choice again
     Asked([solution(100.0)], monkeypatch)
     assert len(rounds(aim, missed)) == 1  # no choice
     Asked([solution(100.0)] * 9, monkeypatch)
     assert rounds(aim, [None]) == []  # nothing that may move
+
+
+def test_the_same_choice_is_asked_for_less_until_it_keeps_its_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It recomputes the same, and may move more. It is laid out once."""
+    asked = Asked([solution(100.0), solution(104.0), solution(109.8), solution(100.0)], monkeypatch, same=True)
+    assert len(rounds(SearchAim(limit_bytes=1000), [tried(110.0)])) == 1
+    assert [aim.limit_bytes for aim in asked.aims] == [1000, 980, 960]
 
 
 def choice(number: int, ms: float, peak: int) -> Any:
