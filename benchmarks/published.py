@@ -16,7 +16,7 @@ README_FSDP, README_FSDP_PEERS = "2026-11-25-2xh200-fsdp.json", "2026-11-25-2xh1
 README_PEERS = "2026-11-22-h200-activations-peers.json"
 README_STOCK = "2026-11-29-h200-stock-qwen3.json"
 README_STOCK_TORCH = "2026-11-26-h200-stock-qwen3.json"
-README_STOCK_LONG = "2026-11-27-h200-stock-llama-3b.json"
+README_STOCK_LONG = "2026-11-30-h200-stock-llama-3b.json"
 STOCK_FILES = "2026-11-{}.json"
 IMAGE = "2026-11-28-h200-stock-gemma-3-image"
 
@@ -142,7 +142,6 @@ _STOCK = {
 # 21,073,296,640 bytes are 1.1x checkpointing's peak.
 FSDP_STOCK = {"auto@activation_budget=21073296640": "fxoffload, budget of 1.1x checkpointing's peak"}
 
-_WITHOUT_BUDGETS = {label: _STOCK[label] for label in ("inductor", "checkpoint", "auto")}
 _WHOLE = {"inductor": "Inductor", "auto": "fxoffload, default"}
 
 
@@ -208,7 +207,7 @@ TABLES = (
                 "29-h200-stock-mistral": "Mistral, 12 layers",
                 "29-h200-stock-qwen3-moe": "Qwen3-MoE, 6 layers",
                 "29-h200-stock-qwen3-moe-smallest": "the same, another run",
-                "27-h200-stock-llama-3b-default": "Llama 3.2-3B, 28 layers",
+                "30-h200-stock-llama-3b": "Llama 3.2-3B, 28 layers",
             }.items()
         )
         + (
@@ -216,7 +215,7 @@ TABLES = (
             Rows("2026-11-29-h200-stock-gpt-oss.json", _STOCK, of="gpt-oss, 4 layers, 2,048", where_there=True),
             Rows("2026-11-29-h200-stock-gpt2.json", _STOCK, of="GPT-2, 16 x 1,024", where_there=True),
             Rows("2026-11-30-h200-stock-t5.json", _STOCK, of="T5, 24 + 24 layers", where_there=True),
-            Rows("2026-11-30-h200-stock-mistral-packed.json", _WITHOUT_BUDGETS, of="Mistral, packed"),
+            Rows("2026-11-30-h200-stock-mistral-packed.json", _STOCK, of="Mistral, packed", where_there=True),
             Rows("2026-11-28-h200-stock-llama-3b-lora.json", _STOCK, of="Llama 3.2-3B, LoRA r=16", where_there=True),
             Rows(f"{IMAGE}-inductor.json", {"inductor": "Inductor"}, of="Gemma-3 with an image, 12 layers"),
             Rows(f"{IMAGE}.json", {"auto": "fxoffload, default"}, of="Gemma-3 with an image, 12 layers"),

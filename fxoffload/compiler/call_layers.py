@@ -1,8 +1,8 @@
 """Recomputation in a graph that a step calls once, chosen layer by layer.
 
-A graph has few variants. Calls of one graph share them, so each call takes one as a whole. A graph that is called once
-runs one of them, and that may recompute something else in each layer: late layers, whose copies would be waited for at
-the loss, recompute what early ones offload.
+Calls of one graph share its few variants, so each call takes one as a whole. A graph that is called once runs a single
+variant, with a choice for each layer. Copies of late layers would be waited for at the loss, so these recompute, and
+early layers offload.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def _moved(
     """A layer of a call's graph in the places of the chain.
 
     Args:
-        known: names in the graph of what it saves under the first variants -> in ``decided``; None: it stays.
-        decided: what may move, as the chain has it.
+        known: names in the graph of storages that the base variant saves -> in ``decided``; None: it stays.
+        decided: storages that may move, as the chain has them.
     """
     down, up = chain.forward[call] + 1, chain.backward[call]
 

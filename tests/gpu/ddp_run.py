@@ -52,7 +52,7 @@ def budget(rank: Rank) -> Found:
         torch.compiler.reset()
     known = {p.graph for p in fxoffload.plans()}
     options = {**rank.request.options, "policy": "auto", "profile": "h200", "activation_budget": limit}
-    # So small a model recomputes in less time than it copies, and copies are what is tested here.
+    # So small a model recomputes in less time than it copies; this tests copies.
     options["disable"] = ("tape_recompute",)
     ddp = torch.compile(replicated, backend="fxoffload", options=options)
     peaks, took = [], []

@@ -57,13 +57,15 @@ def search_of(description: GraphDescription, *, written: frozenset[str] = frozen
 
 @pytest.fixture(scope="module")
 def found(description: GraphDescription) -> tuple[ChainSearch, SearchAim, list[ChainChoice]]:
-    """A search within four fifths of what the step takes with everything kept, and what it found."""
+    """A search within four fifths of the step's peak with everything kept, its aim, and its choices."""
     search = search_of(description)
     aim = SearchAim(limit_bytes=round(0.8 * search.as_compiled().scheduler.keep_all().peak_bytes))
     return search, aim, search.search(aim)
 
 
-def test_each_layer_recomputes_what_is_best_there(found: tuple[ChainSearch, SearchAim, list[ChainChoice]]) -> None:
+def test_layers_with_choices_of_their_own_are_faster_than_alike(
+    found: tuple[ChainSearch, SearchAim, list[ChainChoice]],
+) -> None:
     search, aim, choices = found
     maker: Any = search.calls[0].variant_maker
     best = min(choices, key=aim.key).schedule
@@ -74,7 +76,7 @@ def test_each_layer_recomputes_what_is_best_there(found: tuple[ChainSearch, Sear
     assert best.simulation.step_ms < 0.995 * others.simulation.step_ms
 
 
-def test_the_layers_decide_about_what_the_call_does(description: GraphDescription) -> None:
+def test_the_layers_decide_about_the_storages_of_the_call(description: GraphDescription) -> None:
     """Without recomputation, the problem is that of the call as a whole."""
     search, as_one = search_of(description), search_of(description)
     as_one._layers = {}
