@@ -15,7 +15,6 @@ from fxoffload.compiler.variant_maker import PlannedVariant, VariantMaker
 from fxoffload.planner.chain import Chain
 from fxoffload.planner.chain_problem import of_call
 from fxoffload.planner.problem import LayerVariant, ProblemLayer, ProblemStorage
-from fxoffload.planner.rates import ProfileRates
 
 
 class CallLayers:
@@ -23,24 +22,32 @@ class CallLayers:
 
     Args:
         variant_maker: of its graph, which has more than one layer and fixed sizes.
-        rates: of the machine.
+        base: the variant of its first point, from whose segments the problem is made.
+        is_plain: whether the graph as compiled recomputes what plain Inductor does, as ``base``.
         may_run: whether calls may run a variant.
-
-    Attributes:
-        base: the variant that recomputes least, from whose segments the problem is made.
     """
 
     def __init__(
         self,
         variant_maker: VariantMaker,
         base: PlannedVariant,
-        rates: ProfileRates,
+        is_plain: bool,
         may_run: Callable[[PlannedVariant], bool],
     ) -> None:
         self.base = base
         self._variant_maker, self._may_run = variant_maker, may_run
-        self._choices: Choices = variant_maker.choices(base, rates)
+        self._choices: Choices = variant_maker.choices(base)
         self._made: dict[tuple[int, ...], PlannedVariant | None] = {}
+        self._is_plain = is_plain
+
+    @property
+    def num_choices(self) -> int:
+        """How many points its layers have to choose from, all together."""
+        return sum(len(layer.variants) for layer in self._choices.problem.layers)
+
+    def is_as_compiled(self, chosen: Sequence[int]) -> bool:
+        """Whether the graph as compiled recomputes what the solver chose."""
+        return self._is_plain and not any(chosen)
 
     def variant(self, chosen: Sequence[int]) -> PlannedVariant | None:
         """The variant for the solver's answer for ``problem_layers``; None where no call may run it."""
@@ -51,17 +58,22 @@ class CallLayers:
         return self._made[key]
 
     def problem_layers(self, whole: ProblemLayer, chain: Chain, call: int) -> list[ProblemLayer]:
-        """The layers of the graph, in place of ``whole``, which has all of the call.
+        """The layers of the graph, in place of ``whole``, which has all of the call. The last one has what no layer
+        decides about.
 
         ``chain``: that ``whole`` is of; the call runs ``base`` in it.
         """
-        names = dict(zip((c.name for c in self.base.step.candidates), chain.candidates[call], strict=True))
-        known = {name: None if there is None else of_call(call, there) for name, there in names.items()}
+        names = zip((c.name for c in self.base.step.candidates), chain.candidates[call], strict=True)
+        known = {name: None if there is None else of_call(call, there) for name, there in names}
+        known.update((skipped.name, None) for skipped in self.base.saved.skipped)
         decided = {storage.name: storage for storage in whole.variants[0].storages}
-        *layers, rest = self._choices.problem.layers
-        found = [_moved(layer, chain, call, known, decided) for layer in layers]
-        outside = [decided[there] for s in rest.variants[0].storages if (there := known.get(s.name)) in decided]
-        found.append(replace(whole, variants=(replace(whole.variants[0], storages=tuple(outside)),)))
+        estimated = sum(s.ms for s in self.base.step.backward)
+        scale = sum(s.ms for s in chain.segments_of_calls("backward")[call]) / estimated if estimated else 1.0
+        layers = self._choices.problem.layers[:-1]
+        found = [_moved(layer, chain, call, known, decided, scale) for layer in layers]
+        claimed = {storage.name for layer in found for variant in layer.variants for storage in variant.storages}
+        outside = tuple(storage for name, storage in decided.items() if name not in claimed)
+        found.append(replace(whole, variants=(replace(whole.variants[0], storages=outside),)))
         return found
 
 
@@ -71,18 +83,25 @@ def _moved(
     call: int,
     known: Mapping[str, str | None],
     decided: Mapping[str, ProblemStorage],
+    scale: float,
 ) -> ProblemLayer:
     """A layer of a call's graph in the places of the chain.
 
     Args:
         known: names in the graph of storages that the base variant saves -> in ``decided``; None: it stays.
         decided: storages that may move, as the chain has them.
+        scale: of times.
     """
     down, up = chain.forward[call] + 1, chain.backward[call]
 
     def storage_at(storage: ProblemStorage) -> ProblemStorage | None:
         if storage.name in known:
-            return decided.get(known[storage.name] or "")
+            there = decided.get(known[storage.name] or "")
+            if there is None:
+                return None
+            # What is recomputed from it may run earlier, and later, than its other readers.
+            needed_at, dies_at = min(there.needed_at, storage.needed_at + up), max(there.dies_at, storage.dies_at + up)
+            return replace(there, needed_at=needed_at, dies_at=dies_at)
         return replace(
             storage,
             name=of_call(call, f"call {call}/{storage.name}"),
@@ -97,7 +116,7 @@ def _moved(
         return LayerVariant(
             f"call {call}, {variant.name}",
             tuple(s for s in map(storage_at, variant.storages) if s is not None),
-            {at + up: ms for at, ms in variant.extra_ms.items()},
+            {at + up: ms * scale for at, ms in variant.extra_ms.items()},
             {at + up: nbytes for at, nbytes in variant.extra_bytes.items()},
         )
 

@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -28,6 +28,7 @@ from fxoffload.planner.problem import Problem, Solution
 from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.simulate import Simulation
+from fxoffload.planner.solve import MOST_INTEGERS
 from fxoffload.planner.steps import TrainingStep
 from fxoffload.step.call_order import CallOrder
 from fxoffload.step.edges import EdgeMemory, Edges
@@ -96,17 +97,20 @@ class VariantProblem:
             yield call, solution.variants[at : at + count]
             at += count
 
-    def call_variants(self, solution: Solution) -> CallVariants | None:
-        """The solver's answer; None where a call may not run its part of it."""
+    def call_variants(self, solution: Solution) -> tuple[CallVariants, set[int]]:
+        """The solver's answer, and the calls that may not run their part of it."""
         found: list[PlannedVariant | None] = []
+        refused: set[int] = set()
         for call, numbers in self.chosen(solution):
             if call not in self.layers:
                 found.append(self.variants[self.kinds[call]][numbers[0]])
-            elif (variant := self.layers[call][0].variant(numbers)) is not None:
-                found.append(variant)
-            else:
-                return None
-        return tuple(found)
+                continue
+            layers, _ = self.layers[call]
+            variant = None if layers.is_as_compiled(numbers) else layers.variant(numbers)
+            found.append(variant)
+            if variant is None and not layers.is_as_compiled(numbers):
+                refused.add(call)
+        return tuple(found), refused
 
 
 class ChainSearch:
@@ -193,26 +197,41 @@ class ChainSearch:
 
     def search(self, aim: SearchAim) -> list[ChainChoice]:
         """Choices that recompute something else than the graphs as compiled; none where no graph can."""
-        if not any(self._variants_by_kind.values()):
-            return []
-        # The choice that recomputes most, whatever the solver thinks of it.
-        found = [self.with_variants(tuple((self._variants_by_kind[kind] or [None])[-1] for kind in self._kinds), aim)]
+        found: list[ChainChoice] = []
+        if any(self._variants_by_kind.values()):
+            # The choice that recomputes most, whatever the solver thinks of it.
+            most = tuple((self._variants_by_kind[kind] or [None])[-1] for kind in self._kinds)
+            found.append(self.with_variants(most, aim))
+        elif not self._layers:
+            return found
         narrowed = self._narrowed(aim)
         if narrowed is None:
             return found
+        refused: set[int] = set()
 
         def lay_out(solution: Solution) -> ChainChoice | None:
-            variants = narrowed.call_variants(solution)
-            if variants is None:
+            variants, refuse = narrowed.call_variants(solution)
+            refused.update(refuse)
+            if refuse:
                 return None
             return replace(self.with_variants(variants, aim), promised=in_names_of_chain(solution))
 
         found.extend(search_rounds(narrowed.problem, aim, lay_out))
         if aim.limit_bytes is not None:
-            best = min(found, key=lambda tried: (ms_of(tried), tried.promised is None))
+            best = min(found, key=lambda tried: (ms_of(tried), tried.promised is None), default=None)
             enough_ms = self.as_compiled().scheduler.keep_all().step_ms * (1 + CLOSE)
             found.extend(faster_rounds(narrowed.problem, aim.limit_bytes, best, lay_out, enough_ms=enough_ms))
+        if refused and not any(tried.promised for tried in found):
+            self._choose_as_one(refused)
+            return self.search(aim)
         return found
+
+    def _choose_as_one(self, calls: Iterable[int]) -> None:
+        """A mixture of these calls' points cannot stand in for their graphs: as for others, all layers recompute the
+        same."""
+        for call in calls:
+            del self._layers[call]
+        self.__dict__.pop("_variants_by_kind", None)
 
     # -- the choices ---------------------------------------------------------------------------------------------------
 
@@ -234,16 +253,28 @@ class ChainSearch:
 
     @cached_property
     def _layers(self) -> dict[int, CallLayers]:
-        """Calls that are the only ones of a graph of several layers: their choices."""
-        found: dict[int, CallLayers] = {}
+        """Calls that are the only ones of a graph of several layers: their choices. The solver has no more of them all
+        than it can branch on; graphs of more layers come first."""
+        makers: dict[int, VariantMaker] = {}
         counts = Counter(self._kinds)
         for call, (kind, description) in enumerate(zip(self._kinds, self.calls, strict=True)):
             maker = description.variant_maker
-            if maker is None or counts[kind] > 1 or description.sizes or not maker.room():
-                continue
-            points = maker.points()
-            if points and len(points[0]) > 1 and (base := maker.variant(points[0])) is not None:
-                found[call] = CallLayers(maker, base, self._rates, partial(self._may_run, call))
+            if maker is not None and counts[kind] == 1 and description.sized is None and maker.room():
+                makers[call] = maker
+        found: dict[int, CallLayers] = {}
+        most = MOST_INTEGERS
+        for call in sorted(makers, key=lambda c: -len(next(iter(makers[c].points()), ()))):
+            maker, points = makers[call], makers[call].points()
+            if most <= 0 or not points or len(points[0]) < 2:
+                break
+            base = maker.variant(points[0])
+            if base is not None and self._may_run(call, base):
+                description = self.calls[call]
+                is_plain = description.plain is None and not description.may_save_more
+                layers = CallLayers(maker, base, is_plain, partial(self._may_run, call))
+                most -= layers.num_choices
+                if most >= 0:
+                    found[call] = layers
         return found
 
     def _plain(self, kind: int, call: GraphDescription) -> PlannedVariant | None:
@@ -282,7 +313,8 @@ class ChainSearch:
         if solution is None:
             return None
         used = self._used(whole, solution)
-        if aim.limit_bytes is not None and any(sum(map(bool, used[kind])) < room[kind] for kind in shared):
+        new = {kind: {every[kind][a] for a in used[kind] if a} - there[kind] for kind in shared}
+        if aim.limit_bytes is not None and any(len(new[kind]) < room[kind] for kind in shared):
             tighter = replace(aim, limit_bytes=int((1 - _TIGHTER) * aim.limit_bytes)).solve(whole.problem)
             more = used if tighter is None else self._used(whole, tighter)
             used = {kind: [*first, *(a for a in more[kind] if a not in first)] for kind, first in used.items()}

@@ -126,10 +126,12 @@ def search_rounds(
         attempt: lays a choice out; None: it saves nothing that may move.
         ask: what the solver is asked for first; None: ``aim``.
     """
-    asked, seen = ask or aim, dict[tuple[int, ...], _Tried]()
+    asked, seen, before = ask or aim, dict[tuple[int, ...], _Tried](), None
     for _ in range(_MOST_ROUNDS):
-        if (solution := asked.solve(problem)) is None:
-            return
+        solution = asked.solve(problem)
+        if solution is None or (solution == before and solution.peak_bytes > (asked.limit_bytes or _UNLIMITED)):
+            return  # nothing fits, and the least is known
+        before = solution
         tried = seen.get(solution.variants)  # the same recomputation, which should offload more: it was tried
         if tried is None:
             if (tried := attempt(solution)) is None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -113,6 +114,7 @@ class VariantMaker:
     Args:
         surroundings: that the graph was compiled in.
         builder: makes a builder; each variant has its own, so that one that fails leaves no trace in others.
+        rates: those of ``settings``.
     """
 
     def __init__(
@@ -123,9 +125,11 @@ class VariantMaker:
         compiled: Compiled,
         builder: Callable[[], Builder],
         variants: Variants,
+        rates: ProfileRates,
     ) -> None:
         self._source = source
         self._settings = settings
+        self._rates = rates
         self._surroundings = surroundings
         self._builder = builder
         self._variants = variants
@@ -136,6 +140,8 @@ class VariantMaker:
         self._points: tuple[Points, ...] | None = None
         self._varies = BatchSizes.of(source.joint) is not None
         self._found: dict[int, PlannedVariant | None] = {}
+        # By what they recompute. A later plan that makes the same choice has the variant that may be compiled already.
+        self._alive: weakref.WeakValueDictionary[Hashable, PlannedVariant] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()  # of the next two
         self._numbers: dict[PlannedVariant, int] = {}
         self._lost: set[int] = set()
@@ -166,11 +172,16 @@ class VariantMaker:
     def variant(self, points: Points) -> PlannedVariant | None:
         """The variant that realises a choice; None where it cannot stand in for the graph that was compiled first.
 
-        ``points``: one of ``points()``. Where sizes vary it is asked for at one size after the other, and described
-        once.
+        ``points``: one of ``points()``, or a mixture of them. Where sizes vary it is one of them, asked for at one size
+        after the other, and described once.
         """
         if not self._varies:
-            return self._make(points)
+            recomputed = frozenset((label, point.recomputed) for label, point in points.items())
+            found = self._alive.get(recomputed)
+            if found is None and (found := self._make(points)) is not None:
+                self._alive[recomputed] = found
+            with self._lock:
+                return None if found is None or self._numbers.get(found) in self._lost else found
         key = id(points)
         if key not in self._found:
             self._found[key] = self._make(points)
@@ -206,9 +217,9 @@ class VariantMaker:
         edges = replace(edges_at(self._signature, partitioning, settings), saved=(layout.carrier,))
         return PlannedVariant(partitioning, partitioning.step, edges, down.saved, layout)
 
-    def choices(self, base: PlannedVariant, rates: ProfileRates) -> Choices:
+    def choices(self, base: PlannedVariant) -> Choices:
         """What a variant may recompute, layer by layer. ``base``: the variant of the first of ``points()``."""
-        return Choices(self._source.joint, base.partitioning, rates)
+        return Choices(self._source.joint, base.partitioning, self._rates)
 
     def step_at(self, variant: PlannedVariant, sizes: Mapping[Any, int]) -> TrainingStep:
         """The step of a variant with other sizes than it was described for. ``sizes``: size symbol -> value."""
@@ -351,7 +362,7 @@ def variant_maker_for(
         donates=builder.donates,
         logs=forward.logs,
     )
-    return VariantMaker(source, settings, surroundings, compiled, builder.another, variants)
+    return VariantMaker(source, settings, surroundings, compiled, builder.another, variants, rates)
 
 
 def _writes_inputs(joint: fx.GraphModule) -> bool:

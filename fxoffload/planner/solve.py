@@ -23,7 +23,7 @@ _PEAK_GAP = 1e-9
 # Above this many decisions variants and storages are chosen one after the other.
 _MOST_AT_ONCE = 300
 # Above this many integers there is no branch and bound: the relaxation is rounded. A root node takes 3 s with 800.
-_MOST_INTEGERS = 1000
+MOST_INTEGERS = 1000
 _INFEASIBLE = 2
 
 
@@ -79,14 +79,14 @@ def _search(problem: Problem, objective: SolverObjective) -> tuple[float, Loads 
     """A bound of the objective, and a choice that meets the objective if one was found."""
     choices = _num_choices(problem)
     decisions = choices + len(slots_of(problem, exact=True))
-    if decisions <= (_MOST_AT_ONCE if choices else _MOST_INTEGERS):
+    if decisions <= (_MOST_AT_ONCE if choices else MOST_INTEGERS):
         model = Model(problem, exact=True, is_timed=True)
         answer = objective.solve(model, _GAP)
         loads = _best([rounded(problem, model.slots, answer)], objective) if answer.choose else None
         if loads is not None or answer.status == _INFEASIBLE:
             return answer.bound, loads
     model = Model(problem, exact=False, is_timed=True)
-    answer = objective.solve(model, _GAP, relaxed=choices > _MOST_INTEGERS)
+    answer = objective.solve(model, _GAP, relaxed=choices > MOST_INTEGERS)
     bound = answer.bound
     if answer.status == _INFEASIBLE:
         return bound, None
@@ -98,7 +98,7 @@ def _search(problem: Problem, objective: SolverObjective) -> tuple[float, Loads 
     first = rounded(problem, model.slots, answer)
     found = [first, Loads(problem, first.variants, [i.name for i in first.saved() if i.may_move])]
     model = Model(problem, exact=True, is_timed=True, variants=first.variants)
-    if len(model.slots) <= _MOST_INTEGERS:
+    if len(model.slots) <= MOST_INTEGERS:
         second = objective.solve(model, _GAP)
         if second.choose:
             found.append(rounded(problem, model.slots, second))
@@ -122,7 +122,7 @@ def _smallest(problem: Problem) -> Loads:
     for exact in (False, True):
         model = Model(problem, exact=exact, is_timed=False)
         integers = _num_choices(problem) + (len(model.slots) if exact else 0)
-        answer = model.least_peak(None, gap=_PEAK_GAP, relaxed=integers > _MOST_INTEGERS)
+        answer = model.least_peak(None, gap=_PEAK_GAP, relaxed=integers > MOST_INTEGERS)
         if answer.status == _INFEASIBLE:
             break
         if answer.choose:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,11 +11,13 @@ from unittest import mock
 import pytest
 import torch
 
+from fxoffload.compiler.call_layers import CallLayers
 from fxoffload.compiler.chain_graphs import GraphDescription
 from fxoffload.compiler.chain_search import ChainChoice, ChainSearch
 from fxoffload.compiler.search_rounds import SearchAim
 from fxoffload.compiler.step_member import StepMember
 from fxoffload.planner.chain import ExtraMemory
+from fxoffload.planner.problem import Solution
 from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.schedule import Scheduler
 from fxoffload.step.segment_names import TURN
@@ -96,9 +99,46 @@ def test_a_promise_names_what_moves_as_the_chain_does(found: tuple[ChainSearch, 
         assert solution.offloaded <= set(choice.scheduler.names)
 
 
-def test_a_variant_that_saves_what_the_program_writes_is_not_taken(description: GraphDescription) -> None:
-    search = search_of(description, written=frozenset(n for n in description.edges.inputs if n is not None))
-    (layers,) = search._layers.values()
-    kept = search_of(description)._layers[0]
-    chosen = [0] * (LAYERS + 1)
-    assert layers.variant(chosen) is None and kept.variant(chosen) is not None
+def test_a_later_search_finds_the_same_variants(
+    description: GraphDescription, found: tuple[ChainSearch, SearchAim, list[ChainChoice]]
+) -> None:
+    """They may be compiled already."""
+    _, aim, choices = found
+    again = search_of(description).search(aim)
+    assert [c.variants for c in again] == [c.variants for c in choices]
+
+
+def test_nothing_is_a_variant_where_the_graph_as_compiled_will_do(description: GraphDescription) -> None:
+    search = search_of(description)
+    problem = search._problem({kind: [None] for kind in search._kinds})
+    solution = Solution((0,) * (LAYERS + 1), frozenset(), 1.0, 0.0, 1, 0, 0.0)
+    assert problem.call_variants(solution) == ((None,), set())
+    (variant,), refused = problem.call_variants(replace(solution, variants=(1,) + (0,) * LAYERS))
+    assert variant is not None and not refused
+
+
+def test_where_mixtures_cannot_stand_in_all_layers_recompute_the_same(
+    found: tuple[ChainSearch, SearchAim, list[ChainChoice]],
+) -> None:
+    search, aim, choices = found
+    alone = search_of(search.calls[0])
+    with mock.patch.object(CallLayers, "variant", return_value=None):
+        alike = alone.search(aim)
+    maker: Any = search.calls[0].variant_maker
+    points = {maker.variant(point) for point in maker.points()}
+    assert len(alike) > 1 and {v for choice in alike for v in choice.variants} <= {None, *points}
+    assert aim.key(min(choices, key=aim.key)) < aim.key(min(alike, key=aim.key)) < (float("inf"), 0)
+
+
+def test_layers_have_choices_where_the_least_and_the_most_recomputation_are_none(
+    found: tuple[ChainSearch, SearchAim, list[ChainChoice]],
+) -> None:
+    search, aim, choices = found
+    alone = search_of(search.calls[0])
+    alone._variants_by_kind = {kind: [] for kind in alone._kinds}
+    assert [c.variants for c in alone.search(aim)] == [c.variants for c in choices[1:]]
+
+
+def test_a_graph_that_saves_what_the_program_writes_has_no_such_choices(description: GraphDescription) -> None:
+    assert search_of(description)._layers
+    assert not search_of(description, written=frozenset(n for n in description.edges.inputs if n is not None))._layers

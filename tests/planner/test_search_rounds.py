@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,7 +38,7 @@ class Asked:
 
     def _solve(self, aim: SearchAim) -> Any:
         self.aims.append(aim)
-        found = next(self._answers, None)
+        found = copy(next(self._answers, None))
         if found is not None:
             found.variants = (0 if self._same else len(self.aims),)
         return found
@@ -109,6 +110,13 @@ def test_the_same_choice_is_asked_for_less_until_it_keeps_its_promise(monkeypatc
     asked = Asked([solution(100.0), solution(104.0), solution(109.8), solution(100.0)], monkeypatch, same=True)
     assert len(rounds(SearchAim(limit_bytes=1000), [tried(110.0)])) == 1
     assert [aim.limit_bytes for aim in asked.aims] == [1000, 980, 960]
+
+
+@pytest.mark.parametrize(("peak", "count"), [(1100, 2), (900, 5)])
+def test_below_the_least_peak_the_answer_is_the_same(peak: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Asked([solution(100.0, peak=peak)] * 9, monkeypatch, same=True)
+    assert len(rounds(SearchAim(limit_bytes=1000), [tried(None, least=1001)])) == 1
+    assert len(asked.aims) == count
 
 
 def choice(number: int, ms: float, peak: int) -> Any:
