@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -21,10 +21,11 @@ from fxoffload.compiler.call_layers import CallLayers
 from fxoffload.compiler.chain_graphs import GraphDescription
 from fxoffload.compiler.search_rounds import CLOSE, SearchAim, faster_rounds, ms_of, search_rounds
 from fxoffload.compiler.variant_maker import PlannedVariant, Points, VariantMaker
+from fxoffload.compiler.variant_problem import CallVariants, VariantProblem
 from fxoffload.planner.as_measured import measured_step
 from fxoffload.planner.chain import NO_EXTRA_MEMORY, Chain, ExtraMemory, concatenate, with_turn
 from fxoffload.planner.chain_problem import chain_problem, in_names_of_chain
-from fxoffload.planner.problem import Problem, Solution
+from fxoffload.planner.problem import Solution
 from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.simulate import Simulation
@@ -36,9 +37,6 @@ from fxoffload.step.readings import PHASES
 from fxoffload.step.segment_names import TURN
 
 log = logging.getLogger(__name__)
-
-# Per call, its variant; None: the graph as compiled.
-CallVariants = tuple[PlannedVariant | None, ...]
 
 # Most points of a graph's frontier that are partitioned. Where each layer has a choice of its own, these are the least
 # and the most recomputation.
@@ -71,46 +69,6 @@ class ChainChoice:
     def candidates_of(self, call: int) -> tuple[str, ...]:
         """Names in the step of one call, in its order."""
         return tuple(c.name for c in self.steps[call].candidates)
-
-
-@dataclass(frozen=True)
-class VariantProblem:
-    """A problem about the variants of calls.
-
-    Attributes:
-        kinds: per call, its graph.
-        variants: per kind, those to choose from; the first is the graph as compiled.
-        layers: calls whose layers are chosen for one by one -> their choices, and how many layers the problem has of
-            them.
-    """
-
-    problem: Problem
-    kinds: Sequence[int]
-    variants: Mapping[int, Sequence[PlannedVariant | None]]
-    layers: Mapping[int, tuple[CallLayers, int]]
-
-    def chosen(self, solution: Solution) -> Iterator[tuple[int, Sequence[int]]]:
-        """The numbers that the solver chose, for each call."""
-        at = 0
-        for call in range(len(self.kinds)):
-            count = self.layers[call][1] if call in self.layers else 1
-            yield call, solution.variants[at : at + count]
-            at += count
-
-    def call_variants(self, solution: Solution) -> tuple[CallVariants, set[int]]:
-        """The solver's answer, and the calls that may not run their part of it."""
-        found: list[PlannedVariant | None] = []
-        refused: set[int] = set()
-        for call, numbers in self.chosen(solution):
-            if call not in self.layers:
-                found.append(self.variants[self.kinds[call]][numbers[0]])
-                continue
-            layers, _ = self.layers[call]
-            variant = None if layers.is_as_compiled(numbers) else layers.variant(numbers)
-            found.append(variant)
-            if variant is None and not layers.is_as_compiled(numbers):
-                refused.add(call)
-        return tuple(found), refused
 
 
 class ChainSearch:
