@@ -90,7 +90,7 @@ def _moved(
     Args:
         known: names in the graph of storages that the base variant saves -> in ``decided``; None: it stays.
         decided: storages that may move, as the chain has them.
-        scale: of times.
+        scale: factor for estimated times of recomputation: the call's backward in the chain, by its estimate.
     """
     down, up = chain.forward[call] + 1, chain.backward[call]
 
@@ -99,7 +99,7 @@ def _moved(
             there = decided.get(known[storage.name] or "")
             if there is None:
                 return None
-            # What is recomputed from it may run earlier, and later, than its other readers.
+            # Values that are recomputed from it may need it earlier, and later, than its other readers.
             needed_at, dies_at = min(there.needed_at, storage.needed_at + up), max(there.dies_at, storage.dies_at + up)
             return replace(there, needed_at=needed_at, dies_at=dies_at)
         return replace(

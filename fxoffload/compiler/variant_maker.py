@@ -140,7 +140,8 @@ class VariantMaker:
         self._points: tuple[Points, ...] | None = None
         self._varies = BatchSizes.of(source.joint) is not None
         self._found: dict[int, PlannedVariant | None] = {}
-        # By what they recompute. A later plan that makes the same choice has the variant that may be compiled already.
+        # (layer, positions that it recomputes) of all layers -> variant. A later plan that makes the same choice finds
+        # it, maybe compiled.
         self._alive: weakref.WeakValueDictionary[Hashable, PlannedVariant] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()  # of the next two
         self._numbers: dict[PlannedVariant, int] = {}

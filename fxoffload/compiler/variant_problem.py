@@ -44,10 +44,10 @@ class VariantProblem:
         for call, numbers in self.chosen(solution):
             if call not in self.layers:
                 found.append(self.variants[self.kinds[call]][numbers[0]])
-                continue
-            layers, _ = self.layers[call]
-            variant = None if layers.is_as_compiled(numbers) else layers.variant(numbers)
-            found.append(variant)
-            if variant is None and not layers.is_as_compiled(numbers):
-                refused.add(call)
+            elif self.layers[call][0].is_as_compiled(numbers):
+                found.append(None)
+            else:
+                found.append(self.layers[call][0].variant(numbers))
+                if found[-1] is None:
+                    refused.add(call)
         return tuple(found), refused
