@@ -176,9 +176,8 @@ class ChainPlanning:
 
     @property
     def calibrates(self) -> bool:
-        """Whether it is replanned with measured times. Where sizes vary, they are not those of one step; the clock of
-        a chain knows the usual order of calls alone."""
-        return self.descriptions[0].settings.calibrates and not self.sizes and self.order is None
+        """Whether it is replanned with measured times. Where sizes vary, they are not those of one step."""
+        return self.descriptions[0].settings.calibrates and not self.sizes
 
     @property
     def is_measured(self) -> bool:

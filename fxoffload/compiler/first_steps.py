@@ -77,7 +77,7 @@ def first_steps_of(planning: ChainPlanning) -> FirstSteps | None:
     """
     if planning.device.type != "cuda" or not planning.calibrates:
         return None
-    return FirstSteps(step_clock_for(planning.device, len(planning.descriptions), records=False))
+    return FirstSteps(step_clock_for(planning.device, len(planning.descriptions), order=planning.order, records=False))
 
 
 def measured_descriptions(planning: ChainPlanning, readings: Readings) -> list[GraphDescription] | None:

@@ -142,6 +142,7 @@ def replan_for_chain(
         step_clock_for,
         device,
         len(tracked_graphs),
+        order=planning.order,
         records=planning.records,
         left_bytes=planning.others_bytes,
         first_bytes=planning.first_bytes,

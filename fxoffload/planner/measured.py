@@ -82,14 +82,15 @@ class MeasuredStep:
 
 
 def measured_step_of(readings: Readings, layers: Mapping[tuple[Phase, str], str]) -> MeasuredStep | None:
-    """The step that stands for those that were read; None where forward or backward is missing.
+    """The step that stands for those that were read; None where forward or backward is missing, or the two take turns
+    as in a pipeline.
 
     Args:
         readings: of the segments.
-        layers: phase and name of a segment -> label of its layer.
+        layers: phase and name of a segment -> label of its layer; in the order of the step.
     """
-    found = readings.typical()
-    if found is None:
+    found, phases = readings.typical(), [phase for phase, _ in layers]
+    if found is None or phases != sorted(phases, key=PHASES.index):
         return None
     peaks, forward_ms = readings.segment_peaks(), found[0].phase_ms
     segments: list[MeasuredSegment] = []

@@ -160,7 +160,8 @@ class PlanData:
         between_steps_ms: from the last graph of a step to the next step's first, as measured: the optimizer, if it runs
             after each backward, and what the training loop and the model do there. In no ``step_ms``. None: not
             measured yet, or other graphs run there.
-        measured_step: one of them, segment by segment; None before, and on a CPU, whose times predict nothing.
+        measured_step: one of them, segment by segment; None before, on a CPU, whose times predict nothing, and of a
+            pipeline, whose forwards and backwards take turns.
         loss: "outside": no output of the graph is a loss, so what the loss takes is in no prediction until the plan is
             calibrated.
         breaks: of a plan ahead: what breaks the model into several graphs, place by place, and runs between them as it

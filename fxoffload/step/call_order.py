@@ -15,6 +15,11 @@ from itertools import groupby
 from fxoffload.step.edges import CallAt
 
 
+def usual_order(num: int) -> tuple[CallAt, ...]:
+    """The forwards of ``num`` calls, then their backwards in reverse."""
+    return *(("forward", k) for k in range(num)), *(("backward", k) for k in reversed(range(num)))
+
+
 @dataclass(frozen=True)
 class CallOrder:
     """An unusual order of the calls of a step.
@@ -39,9 +44,7 @@ class CallOrder:
     @staticmethod
     def of(calls: Sequence[CallAt]) -> CallOrder | None:
         """The order of a step whose calls ran so; None: the usual one."""
-        num = len(calls) // 2
-        usual = [*(("forward", k) for k in range(num)), *(("backward", k) for k in reversed(range(num)))]
-        return None if list(calls) == usual else CallOrder(tuple(calls))
+        return None if tuple(calls) == usual_order(len(calls) // 2) else CallOrder(tuple(calls))
 
     @cached_property
     def positions(self) -> dict[CallAt, int]:

@@ -34,7 +34,8 @@ class Sample:
     Attributes:
         phase_ms: the whole call.
         segment_ms: by segment.
-        begin_ms: when each segment begins, from the beginning of the phase.
+        begin_ms: when each segment begins, from the beginning of the phase; where calls of both take turns, as if those
+            of a phase followed one another.
         live_before: bytes allocated before each segment.
         live_after: bytes allocated after each segment.
         peaks: most bytes allocated while each segment ran; None where that is not known.

@@ -25,6 +25,7 @@ from fxoffload.runtime.tracker.step_state import StepState
 from fxoffload.step.segment_names import lies_between
 from tests.planner.rehearsal import CPU, Seen, Watch, watching
 from tests.planner.test_chain_planning import _tell_callers, per_layer
+from tests.planner.test_chain_replan import measured
 from tests.support import Observed, Stack, assert_equal, assert_nothing_held, batch, effects
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -169,6 +170,22 @@ def test_a_budget_is_met_to_the_byte(order: str, inputs: str, layers: int) -> No
     assert plan.simulation is not None
     assert plan.predicted_peak_bytes <= budget < plan.baseline_peak_bytes == most
     check_bytes(run, plan.simulation)
+
+
+def test_a_pipeline_is_planned_with_measured_times() -> None:
+    """A reading is a millisecond after the last one: so long are segments and gaps."""
+    with measured():
+        run = Pipeline("FF0F1F23", "held", {"activation_budget": "1GiB"}, 2)
+        kept = [run.step() for _ in range(6)]
+    plan, calls = run.plan, 2 * 2 * 4
+    assert plan.calibrated is not None and plan.predicted.step_ms < 1.0
+    segments = sum(not lies_between(b.segment) for b in plan.boundaries)
+    assert plan.calibrated.step_ms == pytest.approx(segments + calls - 1)
+    assert plan.calibrated.forward_ms == pytest.approx(segments / 2 + calls / 2 - 1)
+    assert plan.measured_step_ms == pytest.approx(plan.calibrated.step_ms + segments + calls)
+    assert plan.measured_step is None  # it is shown as two phases
+    for found in kept[1:]:
+        assert_equal(found, kept[0])
 
 
 @pytest.mark.slow

@@ -141,8 +141,8 @@ def test_a_clock_that_fails_leaves_estimates(monkeypatch: pytest.MonkeyPatch) ->
 def test_which_steps_are_measured(
     monkeypatch: pytest.MonkeyPatch, device: str, calibrates: bool, is_measured: bool
 ) -> None:
-    monkeypatch.setattr(first_steps, "step_clock_for", lambda device, count, records: SimpleNamespace(count=count))
-    asked: Any = SimpleNamespace(device=torch.device(device), calibrates=calibrates, descriptions=[1, 2])
+    monkeypatch.setattr(first_steps, "step_clock_for", lambda device, count, **_: SimpleNamespace(count=count))
+    asked: Any = SimpleNamespace(device=torch.device(device), calibrates=calibrates, descriptions=[1, 2], order=None)
     assert (first_steps_of(asked) is not None) is is_measured
 
 

@@ -50,5 +50,11 @@ def test_compute_stands_still_behind_forwards_and_before_backwards() -> None:
     ]
 
 
+def test_of_phases_that_take_turns_there_is_none() -> None:
+    readings = Readings({"forward": [forward(9.0)], "backward": [backward(9.0)]})
+    turns = dict.fromkeys([("forward", "a"), ("backward", "b"), ("forward", "b")], "")
+    assert measured_step_of(readings, turns) is None  # type: ignore[arg-type]
+
+
 def test_without_a_backward_there_is_none() -> None:
     assert measured_step_of(Readings({"forward": [forward(9.0)]}), {}) is None

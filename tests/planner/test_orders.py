@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxoffload.compiler.chain_planning import ChainPlanning
 from fxoffload.planner import ConstantRates, SegmentStep, TrainingStep, simulate
 from fxoffload.planner.chain import Chain, concatenate
 from fxoffload.planner.formulate import problem_of
@@ -319,12 +316,3 @@ def test_of_the_inputs_of_a_forward_those_that_autograd_made_can_be_watched() ->
         ("made", True),
         ("output", True),
     ]
-
-
-@pytest.mark.parametrize("order", [None, order_of("FF01")])
-def test_times_of_an_unusual_order_are_not_measured(order: CallOrder | None) -> None:
-    described = SimpleNamespace(settings=SimpleNamespace(calibrates=True))
-    planning: Any = SimpleNamespace(descriptions=[described], sizes=(), order=order)
-    calibrates = ChainPlanning.calibrates.fget
-    assert calibrates is not None
-    assert calibrates(planning) is (order is None)

@@ -15,6 +15,7 @@ from fxoffload.runtime.profiler import step_clock
 from fxoffload.runtime.profiler.allocator_trace import Memory
 from fxoffload.runtime.profiler.step_clock import StepClock, StepRecording, step_clock_for
 from fxoffload.runtime.profiler.stream_events import host_events
+from fxoffload.step.call_order import CallOrder
 from fxoffload.step.segment_names import TURN, entry_of, segment_of
 
 
@@ -110,6 +111,53 @@ def test_a_step_from_the_first_forward_to_the_last_backward() -> None:
     # The forward ends where the first backward begins.
     assert found.step_ms() == {"forward": 6.0 + 30.0 + 3 * 0.5, "backward": 15.0 + 40.0 + 3 * 0.5}
     assert found.peak_bytes() is None
+
+
+def test_forwards_and_backwards_in_turn() -> None:
+    """A call, and the gap before it, count for its phase; there is no turn."""
+    time, order = (
+        Time(),
+        CallOrder((("forward", 0), ("forward", 1), ("backward", 0), ("forward", 2), ("backward", 1), ("backward", 2))),
+    )
+    clock = time.clock(3, order=order)
+    step = clock.begin_step()
+    assert step is not None
+    for at, (phase, call) in enumerate(order.calls):
+        time.now += 10.0 * at
+        time.call(step, phase, call, {"a": 1.0 + at}, inside=0.5)
+    step.end()
+    assert clock.readings().segment_ms() == {
+        "forward": {
+            "call 0/entry": 0.0,
+            "call 0/a": 1.0,
+            "call 1/entry": 10.0,
+            "call 1/a": 2.0,
+            "call 2/entry": 30.0,
+            "call 2/a": 4.0,
+        },
+        "backward": {
+            "call 0/backward entry": 20.0,
+            "call 0/a": 3.0,
+            "call 1/backward entry": 40.0,
+            "call 1/a": 5.0,
+            "call 2/backward entry": 50.0,
+            "call 2/a": 6.0,
+        },
+    }
+    assert clock.readings().step_ms() == {"forward": 47.0 + 3 * 0.5, "backward": 124.0 + 3 * 0.5}
+    assert clock.readings().waits_ms()["forward"]["call 2/a"] == 0.5
+
+
+def test_another_order_than_the_expected_one_does_not_count() -> None:
+    time = Time()
+    clock = time.clock(2, order=CallOrder((("forward", 0), ("forward", 1), ("backward", 0), ("backward", 1))))
+    step = clock.begin_step()
+    assert step is not None
+    for call in range(2):
+        time.call(step, "forward", call, {"a": 1.0})
+    assert step.begin("backward", 1) is None  # the usual one
+    step.end()
+    assert not clock.ready()
 
 
 def test_medians_of_steps_behind_those_that_are_skipped() -> None:

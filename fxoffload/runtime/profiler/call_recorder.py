@@ -136,15 +136,6 @@ class Recorder:
         """Milliseconds from an earlier event to the beginning of this call. As ``sample``."""
         return event.elapsed_ms(self._begin)
 
-    def ms_behind_begin(self, earlier: Recorder) -> float:
-        """Milliseconds from the beginning of an earlier call to the beginning of this one. As ``sample``."""
-        return earlier._begin.elapsed_ms(self._begin)
-
-    def ms_from(self, first: Recorder) -> float:
-        """Milliseconds from the beginning of a first call to the end of this one. As ``sample``."""
-        assert self._end is not None
-        return first._begin.elapsed_ms(self._end)
-
     def gap_peak(self, history: AllocatorHistory | None = None) -> int | None:
         """Most bytes between the end of the earlier call and the beginning of this one, above those at the beginning of
         the first; None where that is not known. Needs no device to have passed anything. ``history``: of the step."""

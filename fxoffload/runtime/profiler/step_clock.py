@@ -16,7 +16,8 @@ all of it. Ranks exchange nothing. Once enough steps have been read, nothing mor
   backward is the ``TURN``: the loss, and a head that is not compiled.
 
 - The step runs from the first forward's beginning to the last backward's end on the compute stream. Its forward ends
-  where the first backward begins. Work before and after it (an embedding, the optimizer) is in neither: the time from
+  where the first backward begins. Where a pipeline runs them in turn, a call and the gap before it count for its phase,
+  whose time is the sum. Work before and after it (an embedding, the optimizer) is in neither: the time from
   the last backward's end to the next step's beginning is ``Readings.between_steps_ms``.
 
 - The rest of a step is inside calls and outside segments: waits for copies, and the executor's own host time where the
@@ -46,7 +47,8 @@ from fxoffload.runtime.profiler.allocator_trace import Memory, cuda_memory
 from fxoffload.runtime.profiler.call_recorder import Recorder, Sources
 from fxoffload.runtime.profiler.first_arguments import FirstArguments
 from fxoffload.runtime.profiler.stream_events import Event, EventSource, cuda_events, host_events
-from fxoffload.step.readings import Phase, Readings, Sample
+from fxoffload.step.call_order import CallOrder, usual_order
+from fxoffload.step.readings import PHASES, Phase, Readings, Sample
 from fxoffload.step.segment_names import TURN, entry_of, segment_of
 from fxoffload.tell import warn
 from fxoffload.torch_private.autograd import compiled_autograd_active
@@ -61,6 +63,7 @@ class StepRecording:
     Args:
         sources: the sources that its recorders read.
         num_calls: of the chain; None: the step of a graph with a plan of its own, whose segments no call names.
+        order: of the calls; None: the usual one.
         ended: called by ``end`` with a step that counts.
         failed: called with the error that kept a call from being measured.
         signature: steps with different ones are kept apart (sizes; a policy's decisions).
@@ -81,6 +84,7 @@ class StepRecording:
         ended: Callable[[StepRecording], None],
         failed: Callable[[Exception], None],
         *,
+        order: CallOrder | None = None,
         signature: Hashable = (),
         only_gaps: bool = False,
         left_bytes: int = 0,
@@ -93,7 +97,8 @@ class StepRecording:
         self.only_gaps = only_gaps
         self.history = history
         self._sources = sources
-        self._is_chain, self._num_calls = num_calls is not None, num_calls or 1
+        self._is_chain, self._has_order = num_calls is not None, order is not None
+        self._order = usual_order(num_calls or 1) if order is None else order.calls
         self._ended = ended
         self._failed = failed
         self._recorders: list[Recorder] = []
@@ -121,8 +126,8 @@ class StepRecording:
     def begin(self, phase: Phase, call: int = 0) -> Recorder | None:
         """A call begins: its recorder; None where the step does not count any more. Never raises."""
         at = len(self._recorders)
-        expected = call if phase == "forward" else 2 * self._num_calls - 1 - call
-        is_planned = not self._dropped and at == expected and self._num_ended == at
+        is_expected = at < len(self._order) and self._order[at] == (phase, call)
+        is_planned = not self._dropped and is_expected and self._num_ended == at
         if not is_planned or compiled_autograd_active() or not self._sources.events.usable():
             self.drop()
             return None
@@ -144,9 +149,9 @@ class StepRecording:
             recorder.release()
             return
         self._num_ended += 1
-        if self._num_ended == self._num_calls:
+        if not self._is_chain and self._num_ended == 1:
             self._num_begun = self._sources.num_begun()
-        if self._num_ended == 2 * self._num_calls:
+        if self._num_ended == len(self._order):
             self._last = self._sources.events.record()
             if self.history is not None:
                 self.history.end()
@@ -155,7 +160,7 @@ class StepRecording:
 
     def end(self) -> None:
         """The step is over, and was the planned one to its end."""
-        if not self._dropped and self._num_ended == 2 * self._num_calls:
+        if not self._dropped and self._num_ended == len(self._order):
             self._ended(self)
         else:
             self.drop()
@@ -182,24 +187,22 @@ class StepRecording:
 
     def samples(self) -> tuple[Sample, Sample]:
         """Its forward and its backward. Only of a step that has completed."""
-        recorders, turn = self._recorders, self._num_calls
-        first, last, back = recorders[0], recorders[-1], recorders[turn]
-        backward_ms = last.ms_from(back)
-        # Other graphs that run between a graph's forward and its backward are no part of its step.
-        forward_ms = last.ms_from(first) - backward_ms if self._has_turn else recorders[turn - 1].ms_from(first)
-        found = Sample(forward_ms), Sample(backward_ms)
-        found[0].after_step_ms = None if self._after is None else first.ms_after(self._after)
-        for at, recorder in enumerate(recorders):
-            begins = recorder.ms_behind_begin(first if at <= turn else back)
+        found: dict[Phase, Sample] = {phase: Sample(0.0) for phase in PHASES}
+        forward, backward = found.values()
+        forward.after_step_ms = None if self._after is None else self._recorders[0].ms_after(self._after)
+        for at, recorder in enumerate(self._recorders):
+            phase, call = self._order[at]
+            # Other graphs that run between a graph's forward and its backward are no part of its step.
             if (gap := self._gap_before(at)) is not None:
-                before = found[at > turn]  # The turn is the forward's.
-                before.segment_ms[gap] = recorder.ms_behind(recorders[at - 1]) if at else 0.0
-                before.begin_ms[gap] = begins - before.segment_ms[gap]
-            self._add(found[at >= turn], recorder.sample(), at, begins if at != turn else 0.0)
-        for sample in found:
+                before = forward if gap == TURN else found[phase]
+                before.segment_ms[gap] = ms = recorder.ms_behind(self._recorders[at - 1]) if at else 0.0
+                before.begin_ms[gap] = before.phase_ms
+                before.phase_ms += ms
+            self._add(found[phase], recorder.sample(), call)
+        for sample in (forward, backward):
             sample.raise_bytes(self._left_bytes)
-        found[1].gap_peaks.update(self.gap_peaks())  # which counts those bytes itself
-        return found
+        backward.gap_peaks.update(self.gap_peaks())  # which counts those bytes itself
+        return forward, backward
 
     def gap_peaks(self) -> dict[str, int | None]:
         """``Sample.gap_peaks`` of the whole step. The device need not have passed it."""
@@ -212,27 +215,21 @@ class StepRecording:
 
     def _gap_before(self, at: int) -> str | None:
         """The empty segment before a call; None: there is none."""
-        if at == self._num_calls:
+        if at == len(self._order) // 2 and not self._has_order:
             return TURN if self._has_turn else None
-        if not self._is_chain:
-            return None
-        return entry_of("forward" if at < self._num_calls else "backward", self._call_at(at))
+        return entry_of(*self._order[at]) if self._is_chain else None
 
-    def _call_at(self, at: int) -> int:
-        return min(at, 2 * self._num_calls - 1 - at)
-
-    def _add(self, whole: Sample, call: Sample, at: int, begins_ms: float) -> None:
-        """Put a call's segments into those of its phase, where it begins at ``begins_ms``, and the peak so far."""
+    def _add(self, whole: Sample, sample: Sample, call: int) -> None:
+        """Put a call's time and segments behind those of its phase, and the peak so far."""
 
         def named(values: dict[str, Any]) -> dict[str, Any]:
-            if not self._is_chain:
-                return values
-            return {segment_of(self._call_at(at), name): value for name, value in values.items()}
+            return {segment_of(call, name): value for name, value in values.items()} if self._is_chain else values
 
-        whole.begin_ms.update(named({name: begins_ms + ms for name, ms in call.begin_ms.items()}))
+        whole.begin_ms.update(named({name: whole.phase_ms + ms for name, ms in sample.begin_ms.items()}))
+        whole.phase_ms += sample.phase_ms
         for of in ("segment_ms", "live_before", "live_after", "peaks", "temp_bytes"):
-            getattr(whole, of).update(named(getattr(call, of)))
-        whole.peak, whole.bounds = call.peak, call.bounds
+            getattr(whole, of).update(named(getattr(sample, of)))
+        whole.peak, whole.bounds = sample.peak, sample.bounds
 
 
 class StepClock:
@@ -243,7 +240,7 @@ class StepClock:
     under CUDA graph capture. It holds no step that has not ended.
 
     Args:
-        num_calls: see ``StepRecording``.
+        num_calls, order: see ``StepRecording``.
         skip: steps that are not measured.
         count: steps with the same signature that are enough. It gives up after four times as many.
         events: see ``cuda_events`` and ``host_events``.
@@ -261,6 +258,7 @@ class StepClock:
         self,
         num_calls: int | None = None,
         *,
+        order: CallOrder | None = None,
         skip: int = 1,
         count: int = 3,
         events: EventSource,
@@ -276,7 +274,7 @@ class StepClock:
                 f"expected calls, skip of 0 or more and count of 1 or more, found {num_calls}, {skip} and {count}"
             )
         self.measuring = True
-        self._num_calls, self._skip, self._count = num_calls, skip, count
+        self._num_calls, self._order, self._skip, self._count = num_calls, order, skip, count
         self._sources = Sources(events, memory, epoch, num_begun)
         self._left_bytes, self._first_bytes = left_bytes, first_bytes
         self._begin_history = history
@@ -322,6 +320,7 @@ class StepClock:
                 self._num_calls,
                 self._ended,
                 self.fail,
+                order=self._order,
                 signature=signature,
                 only_gaps=is_skipped,
                 left_bytes=self._left_bytes,
