@@ -19,7 +19,7 @@ from functools import cached_property, partial
 
 from fxoffload.compiler.call_layers import CallLayers
 from fxoffload.compiler.chain_graphs import GraphDescription
-from fxoffload.compiler.search_rounds import CLOSE, SearchAim, faster_rounds, ms_of, search_rounds
+from fxoffload.compiler.search_rounds import CLOSE, SearchAim, search_choices
 from fxoffload.compiler.variant_maker import PlannedVariant, Points, VariantMaker
 from fxoffload.compiler.variant_problem import CallVariants, VariantProblem
 from fxoffload.planner.as_measured import measured_step
@@ -167,18 +167,15 @@ class ChainSearch:
             return found
         refused: set[int] = set()
 
-        def lay_out(solution: Solution) -> ChainChoice | None:
+        def lay_out(solution: Solution, aim: SearchAim) -> ChainChoice | None:
             variants, refuse = narrowed.call_variants(solution)
             refused.update(refuse)
             if refuse:
                 return None
             return replace(self.with_variants(variants, aim), promised=in_names_of_chain(solution))
 
-        found.extend(search_rounds(narrowed.problem, aim, lay_out))
-        if aim.limit_bytes is not None:
-            best = min(found, key=lambda tried: (ms_of(tried), tried.promised is None), default=None)
-            enough_ms = self.as_compiled().scheduler.keep_all().step_ms * (1 + CLOSE)
-            found.extend(faster_rounds(narrowed.problem, aim.limit_bytes, best, lay_out, enough_ms=enough_ms))
+        enough_ms = self.as_compiled().scheduler.keep_all().step_ms * (1 + CLOSE)
+        found = search_choices(narrowed.problem, aim, lay_out, found, enough_ms=enough_ms)
         if refused and not any(tried.promised for tried in found):
             self._choose_as_one(refused)
             return self.search(aim)

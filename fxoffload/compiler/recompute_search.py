@@ -11,7 +11,7 @@ from typing import Any
 
 from fxoffload.compiler.choices import Choices
 from fxoffload.compiler.partitioning import Partitioning
-from fxoffload.compiler.search_rounds import CLOSE, SearchAim, faster_rounds, ms_of, search_rounds
+from fxoffload.compiler.search_rounds import CLOSE, SearchAim, ms_of, search_choices
 from fxoffload.planner import solve
 from fxoffload.planner.problem import Solution
 from fxoffload.planner.schedule import Schedule, Scheduler
@@ -88,19 +88,35 @@ class RecomputeSearch:
         return self._within[limit_bytes]
 
     def _search_within(self, limit_bytes: int) -> list[Try]:
-        within = SearchAim(limit_bytes=limit_bytes)
-        aim = within.schedule
-        tries = list(self._at_level(aim))
+        aim = SearchAim(limit_bytes=limit_bytes)
+        tries = self._search(aim)
         if (choices := self._choices) is not None:
-            attempt = partial(self._solved, choices, aim)
-            tries.extend(search_rounds(choices.problem, within, attempt))
-            enough_ms = self._known("default")[1].keep_all().step_ms * (1 + CLOSE)
-            best = fastest(tries)
-            tries.extend(faster_rounds(choices.problem, limit_bytes, best, attempt, enough_ms=enough_ms))
-            tries.extend(self._as_checkpointed(fastest(tries), aim))
-            if all(t.schedule is None for t in tries) and (least := self._least(choices, aim)) is not None:
+            tries.extend(self._as_checkpointed(fastest(tries), aim.schedule))
+            if all(t.schedule is None for t in tries) and (least := self._least(choices, aim.schedule)) is not None:
                 tries.append(least)
         return tries
+
+    def _search(self, aim: SearchAim, slack_ms: float = 0.0) -> list[Try]:
+        """``slack_ms``: see ``search_choices``."""
+
+        def schedule(scheduler: Scheduler, asked: SearchAim = aim) -> Schedule | None:
+            found = asked.schedule(scheduler)
+            if found is None and asked.limit_bytes is None and (scheduler.fixed or self._level is not None):
+                # The user's own choice takes longer than that in any case.
+                return scheduler.least_time(_UNLIMITED)
+            return found
+
+        known, choices = self._at_level(schedule), self._choices
+        if choices is None:
+            return list(known)
+
+        def attempt(solution: Solution, asked: SearchAim) -> Try | None:
+            """The solver's choice, partitioned. None if it saves nothing that may move."""
+            found = self._try(solution.variants, choices.recompute(solution.variants), partial(schedule, asked=asked))
+            return None if found is None else replace(found, promised=solution)
+
+        enough_ms = self._known("default")[1].keep_all().step_ms * (1 + CLOSE)
+        return search_choices(choices.problem, aim, attempt, known, enough_ms=enough_ms, slack_ms=slack_ms)
 
     def _as_checkpointed(self, best: Try | None, aim: Callable[[Scheduler], Schedule | None]) -> Iterator[Try]:
         """Checkpointing's choice, where that may be faster than the best so far."""
@@ -149,37 +165,9 @@ class RecomputeSearch:
 
     def as_fast(self, most_ms: float, baseline: Simulation) -> list[Try]:
         """Choices with their schedules of the least peak that take at most ``most_ms``; longer only where all do."""
-
-        def aim(scheduler: Scheduler) -> Schedule | None:
-            found = scheduler.least_peak(most_ms)
-            if found is None and (scheduler.fixed or self._level is not None):
-                # The user's own choice takes longer than that in any case.
-                return scheduler.least_time(_UNLIMITED)
-            return found
-
-        tries = list(self._at_level(aim))
-        if (choices := self._choices) is not None:
-            # A partitioning takes a little longer than its choice promises: kernels fuse otherwise than was assumed.
-            ask = SearchAim(max_ms=most_ms - CLOSE / 2 * baseline.step_ms)
-            as_fast = SearchAim(max_ms=most_ms)
-            tries.extend(search_rounds(choices.problem, as_fast, partial(self._solved, choices, aim), ask=ask))
-            best = smallest([t for t in tries if ms_of(t) <= most_ms])
-            if best is not None and best.schedule is not None:
-                tries.extend(self._faster_at(choices, best.schedule.simulation.peak_bytes, most_ms))
+        # A partitioning takes a little longer than its choice promises: kernels fuse otherwise than was assumed.
+        tries = self._search(SearchAim(max_ms=most_ms), CLOSE / 2 * baseline.step_ms)
         return [t for t in tries if ms_of(t) <= most_ms] or tries
-
-    def _faster_at(self, choices: Choices, limit_bytes: int, most_ms: float) -> Iterator[Try]:
-        """One more choice, within the peak that was reached: to get there, all the time that was allowed may have gone,
-        even for the last byte. BERT then takes +0.2 % in place of +1.9 %, other models up to 0.6 % less."""
-
-        def aim(scheduler: Scheduler) -> Schedule | None:
-            found = scheduler.least_time(limit_bytes)
-            return found if found is not None and found.simulation.step_ms <= most_ms else None
-
-        solution = solve.least_time(choices.problem, limit_bytes)
-        found = None if solution is None else self._solved(choices, aim, solution)
-        if found is not None:
-            yield found
 
     # -- partitionings -------------------------------------------------------------------------------------------------
 
@@ -187,11 +175,6 @@ class RecomputeSearch:
         level = self._level or "default"
         found = self._try(level, level, aim)
         yield found or Try(*self._known("default"), schedule=None)
-
-    def _solved(self, choices: Choices, aim: Callable[[Scheduler], Schedule | None], solution: Solution) -> Try | None:
-        """The solver's choice, partitioned. None if it saves nothing that may move."""
-        found = self._try(solution.variants, choices.recompute(solution.variants), aim)
-        return None if found is None else replace(found, promised=solution)
 
     def _try(self, key: Hashable, recompute: Recompute, aim: Callable[[Scheduler], Schedule | None]) -> Try | None:
         if key not in self._partitioned:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
@@ -56,7 +56,7 @@ _Tried = TypeVar("_Tried", bound=Tried)
 
 @dataclass(frozen=True)
 class SearchAim:
-    """The aim of a search: one of the first two is None.
+    """The aim of a search. With both, it is the least time within the budget, if that is no more than ``max_ms``.
 
     Attributes:
         limit_bytes: find the least time within this budget.
@@ -68,10 +68,12 @@ class SearchAim:
 
     def schedule(self, scheduler: Scheduler) -> Schedule | None:
         """The best for one layout."""
-        if self.limit_bytes is not None:
-            return scheduler.least_time(self.limit_bytes)
-        assert self.max_ms is not None
-        return scheduler.least_peak(self.max_ms)
+        if self.limit_bytes is None:
+            assert self.max_ms is not None
+            return scheduler.least_peak(self.max_ms)
+        found = scheduler.least_time(self.limit_bytes)
+        is_late = found is not None and self.max_ms is not None and found.simulation.step_ms > self.max_ms
+        return None if is_late else found
 
     def key(self, tried: Tried) -> tuple[float, float]:
         """The order of choices: the smaller, the better."""
@@ -113,6 +115,46 @@ class SearchAim:
         # It computes longer than the choice promised; it will do so the next time too.
         beyond = max(tried.scheduler.step.compute_ms - (solution.ms - solution.exposed_ms), 0.0)
         return replace(asked, max_ms=min(asked.max_ms, self.max_ms - beyond) - CLOSE / 10 * self.max_ms)
+
+
+def search_choices(
+    problem: Problem,
+    aim: SearchAim,
+    attempt: Callable[[Solution, SearchAim], _Tried | None],
+    known: Iterable[_Tried],
+    *,
+    enough_ms: float,
+    slack_ms: float = 0.0,
+) -> list[_Tried]:
+    """All tries for an aim.
+
+    Args:
+        problem: the choices.
+        aim: one of its numbers is None.
+        attempt: lays a choice out, and schedules it for an aim; None: it saves nothing that may move.
+        known: tries of choices that are no answer of the solver's.
+        enough_ms: nothing much faster is to be had.
+        slack_ms: how much less than ``aim.max_ms`` the solver is asked for.
+    """
+
+    def lay_out(solution: Solution) -> _Tried | None:
+        return attempt(solution, aim)
+
+    tries = list(known)
+    ask = aim if aim.max_ms is None else SearchAim(max_ms=aim.max_ms - slack_ms)
+    tries.extend(search_rounds(problem, aim, lay_out, ask=ask))
+    met = [t for t in tries if aim.max_ms is None or ms_of(t) <= aim.max_ms]
+    best = min(met, key=lambda t: (aim.key(t), t.promised is None), default=None)
+    if aim.limit_bytes is not None:
+        tries.extend(faster_rounds(problem, aim.limit_bytes, best, lay_out, enough_ms=enough_ms))
+    elif best is not None and best.schedule is not None:
+        # To get to that peak, all the time that was allowed may have gone, even for the last byte. BERT then takes
+        # +0.2 % in place of +1.9 %, other models up to 0.6 % less.
+        within = replace(aim, limit_bytes=best.schedule.simulation.peak_bytes)
+        solution = solve.least_time(problem, within.limit_bytes or 0)
+        found = None if solution is None else attempt(solution, within)
+        tries += [] if found is None else [found]
+    return tries
 
 
 def search_rounds(

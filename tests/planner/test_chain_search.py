@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxoffload.compiler import chain_search
+from fxoffload.compiler import search_rounds as rounds
 from fxoffload.compiler.chain_graphs import GraphDescription
 from fxoffload.compiler.chain_search import ChainChoice, ChainSearch, no_faster_forward
 from fxoffload.compiler.search_rounds import SearchAim
@@ -249,8 +249,8 @@ def test_of_equal_choices_that_of_the_solver_is_raised(monkeypatch: pytest.Monke
     aim = SearchAim(limit_bytes=found.as_compiled().scheduler.keep_all().peak_bytes // 3)
     raised: list[Any] = []
     the_same = Solution((1,) * 12, frozenset(), ms=1.0, exposed_ms=0.0, peak_bytes=1, bytes_offloaded=0, gap=0.0)
-    monkeypatch.setattr(chain_search, "search_rounds", lambda problem, aim, lay_out: [lay_out(the_same)])
-    monkeypatch.setattr(chain_search, "faster_rounds", lambda problem, limit, best, *_, **__: raised.append(best) or [])
+    monkeypatch.setattr(rounds, "search_rounds", lambda problem, aim, lay_out, **_: [lay_out(the_same)])
+    monkeypatch.setattr(rounds, "faster_rounds", lambda problem, limit, best, *_, **__: raised.append(best) or [])
     most, choice = found.search(aim)
     assert most.variants == choice.variants and most.promised is None
     assert raised == [choice]

@@ -173,3 +173,33 @@ def test_after_a_try_that_is_no_faster_half_as_much_more_is_asked_for(monkeypatc
     best = promised(100.0, 1000, 970, monkeypatch)
     assert len(faster(1000, [tried(None)] * 9, best, enough_ms=90.0)) == 3
     assert asked == [1035, 1017, 1008]
+
+
+def test_without_a_budget_one_more_choice_is_made_within_the_best_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best is one that takes no longer than is allowed, be it one that the solver does not know."""
+    Asked([solution(99.0)], monkeypatch)
+    asked: list[int] = []
+    monkeypatch.setattr(rounds_module.solve, "least_time", lambda _, nbytes: asked.append(nbytes) or choice(7, 90.0, 0))
+    late, known, found = tried(120.0, 500), tried(99.0, 800), tried(100.0, 900)
+    for one in (late, known, found):
+        one.promised = None
+    aims: list[SearchAim] = []
+
+    def attempt(_: Any, aim: SearchAim) -> Any:
+        aims.append(aim)
+        return found
+
+    problem: Any = SimpleNamespace(d2h_bytes_per_ms=RATE)
+    aim = SearchAim(max_ms=100.0)
+    tries = rounds_module.search_choices(problem, aim, attempt, [late, known], enough_ms=0.0, slack_ms=1.0)
+    assert tries == [late, known, found, found]
+    assert asked == [800]
+    assert aims == [aim, SearchAim(limit_bytes=800, max_ms=100.0)]
+
+
+@pytest.mark.parametrize(("ms", "is_met"), [(100.0, True), (100.1, False)])
+def test_an_aim_of_bytes_and_time(ms: float, is_met: bool) -> None:
+    schedule = SimpleNamespace(simulation=SimpleNamespace(step_ms=ms))
+    scheduler: Any = SimpleNamespace(least_time=lambda nbytes: schedule if nbytes == 800 else None)
+    found: Any = SearchAim(limit_bytes=800, max_ms=100.0).schedule(scheduler)
+    assert found is (schedule if is_met else None)
