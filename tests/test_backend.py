@@ -23,7 +23,7 @@ from torch._inductor import config as inductor_config
 
 import fxoffload
 from fxoffload import backend
-from fxoffload.compiler import plain, plan_chain, plan_of_graph, segments, session
+from fxoffload.compiler import pacing, plain, plan_chain, plan_of_graph, segments, session
 from fxoffload.compiler.kernels import PendingKernels
 from fxoffload.environment import PIECES
 from fxoffload.errors import OptionsError, PassError, SegmentCompileError, UnsupportedError
@@ -31,7 +31,6 @@ from fxoffload.passes.annotate_layers import AnnotateLayers
 from fxoffload.passes.choose_donations import ChooseDonations
 from fxoffload.passes.cut_segments import CutSegments
 from fxoffload.passes.insert_transfers import InsertOffloads, InsertReloads
-from fxoffload.planner import pacing
 from fxoffload.runtime.engine import CopyEngine, engine_for
 from fxoffload.runtime.host_memory.trim import STEADY_STEPS, HostTrim
 from fxoffload.torch_private.graphs import boxed_eager

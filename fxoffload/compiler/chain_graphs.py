@@ -37,7 +37,7 @@ class ChainSettings:
     Attributes:
         profile: name of the profile, None for the device's.
         calibrates: whether the plan is remade with measured times.
-        paces: whether forwards may be paced (``fxoffload.planner.pacing``).
+        paces: whether forwards may be paced (``fxoffload.compiler.pacing``).
         records: whether the allocator may be asked to record its events.
     """
 

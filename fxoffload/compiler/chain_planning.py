@@ -36,6 +36,7 @@ from fxoffload.compiler.explain import (
     recomputed_rows,
     why_it_stays,
 )
+from fxoffload.compiler.pacing import paced_calls, rates_with_pace
 from fxoffload.compiler.planning import TUNING_BYTES, WORTH
 from fxoffload.compiler.search_rounds import SearchAim
 from fxoffload.compiler.variant_maker import VariantMaker
@@ -45,7 +46,6 @@ from fxoffload.plan_report.registry import PlanBox
 from fxoffload.plan_report.summary import aim_of, gain_of, slower_than_allowed
 from fxoffload.planner.chain import NO_EXTRA_MEMORY, Chain, ExtraMemory, with_turn
 from fxoffload.planner.extra_memory import extra_memory_of_larger, extra_memory_when_calls_begin, raised
-from fxoffload.planner.pacing import paced_calls, rates_with_pace
 from fxoffload.planner.plan import BASES, Decision, Prediction
 from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.planner.simulate import Simulation, simulate

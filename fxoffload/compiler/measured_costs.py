@@ -13,10 +13,11 @@ from fxoffload.compiler.measure_ops import measure_ops
 from fxoffload.compiler.measure_segments import RanSegments, measure_segments
 from fxoffload.compiler.measuring import Allowance, allowance_of_step, note_estimated, reason_of
 from fxoffload.compiler.pipeline import BackwardState, ForwardState
+from fxoffload.compiler.process_rates import rates_for
 from fxoffload.environment import measured_device_types
 from fxoffload.machine.devices import identify
 from fxoffload.machine.meters import Meter, meter_for
-from fxoffload.planner.rates import ProfileRates, rates_for
+from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.steps import TrainingStep
 from fxoffload.progress import working
 

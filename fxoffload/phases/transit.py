@@ -38,9 +38,9 @@ from torch.profiler import record_function
 
 from fxoffload.errors import in_brief
 from fxoffload.gc_pause import gc_paused
+from fxoffload.phases.gradients import Gradients
 from fxoffload.phases.guarding import sharded
 from fxoffload.phases.guarding.gates import Gates
-from fxoffload.phases.guarding.gradients import Gradients
 from fxoffload.phases.guarding.guards import Guards
 from fxoffload.phases.guarding.sentinel import OffloadedError, holdings_of
 from fxoffload.phases.handle import Handle

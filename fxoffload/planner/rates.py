@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -10,20 +9,10 @@ import torch
 import torch.fx as fx
 
 from fxoffload.analysis.op_key import op_key
-from fxoffload.errors import OptionsError, ProfileError
-from fxoffload.machine.lookup import profile_for
+from fxoffload.errors import OptionsError
 from fxoffload.machine.profile import MachineProfile, dtype_name, grouped_name
-from fxoffload.machine.shelf import load_profile
 from fxoffload.planner.link import Direction
-from fxoffload.processes import processes_on_this_machine
-from fxoffload.torch_private.fsdp2 import fsdp2_is_used
 
-# The machine that a rehearsal on the CPU rehearses for, unless told otherwise.
-REHEARSED = "h200"
-# Rate of a link during collectives, whose streams wait for the device, as a part of its rate alone. Measured: 0.89 to
-# 0.94, with one H200 and with two ([Note: Streams that wait] in ``fxoffload.runtime.copies.host_lead``). Measured steps
-# then replace it.
-WITH_COLLECTIVES = 0.9
 # A dtype without a measurement -> one that has one, and how many times slower than that it counts.
 _STAND_INS = {"float64": ("float32", 2.0), "float8": ("bfloat16", 0.5)}
 
@@ -90,32 +79,3 @@ class ProfileRates:
         name, factor = _STAND_INS.get(dtype_name(dtype), ("float32", 1.0))
         known = self.profile.matmul_tflop_per_s
         return name if name in known else next(iter(known)), factor
-
-
-def rates_for(profile: str | None, device: torch.device) -> ProfileRates:
-    """Rates to plan with: of ``profile`` (a shipped name or a file), else of ``device``.
-
-    Nothing is measured in the middle of a step: a CUDA device of which there is no profile yet is measured only where
-    that is possible now.
-
-    Raises:
-        OptionsError, ProfileError: there is no such profile, or none at all.
-    """
-    found = ProfileRates(_profile_for(profile, device))
-    return found.reaching(WITH_COLLECTIVES, WITH_COLLECTIVES) if with_collectives() else found
-
-
-def with_collectives() -> bool:
-    """Whether steps of this process may have streams for communication next to the compute stream."""
-    return processes_on_this_machine() > 1 or fsdp2_is_used()
-
-
-def _profile_for(profile: str | None, device: torch.device) -> MachineProfile:
-    if profile is not None:
-        return load_profile(profile)
-    if device.type == "cpu" and not os.environ.get("FXOFFLOAD_PROFILE", "").strip():
-        return load_profile(REHEARSED)
-    try:
-        return profile_for(device, allow_measure=False)
-    except ProfileError:
-        return profile_for(device, allow_measure=True)

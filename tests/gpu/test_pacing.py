@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import fxoffload
-from fxoffload.planner import pacing
+from fxoffload.compiler import pacing
 from tests.gpu.gpu_support import Stack, deterministic, differing, join, sleep
 
 pytestmark = pytest.mark.gpu

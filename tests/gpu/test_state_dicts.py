@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fxoffload.phases import PhaseManager
-from fxoffload.phases.moving.host_dtensor import HostDTensor
+from fxoffload.phases.guarding.host_dtensor import HostDTensor
 from tests.gpu.gpu_support import CYCLES_PER_MS
 
 pytestmark = pytest.mark.gpu

@@ -205,7 +205,7 @@ def test_gradients_that_an_offload_would_drop_are_there(printed: list[str]) -> N
     scene = Scene(grads="drop")
     gradients = {name: p.grad for name, p in scene.model.named_parameters() if p.grad is not None}
     assert gradients == {}  # by the offload of the scene
-    work = files("phases/transit.py", "phases/guarding/gradients.py")
+    work = files("phases/transit.py", "phases/gradients.py")
 
     def count() -> int:
         scene.model(scene.batch).backward()

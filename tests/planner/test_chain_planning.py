@@ -26,9 +26,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import fxoffload
 from fxoffload.analysis.labels import STORAGE_KEY
 from fxoffload.compiled_graph import CompiledGraph
-from fxoffload.compiler import chain_planning, plan_chain, step_member
+from fxoffload.compiler import chain_planning, pacing, plan_chain, step_member
 from fxoffload.compiler.variant_maker import VariantMaker
-from fxoffload.planner import pacing
 from fxoffload.planner.chain import Chain
 from fxoffload.planner.schedule import Schedule
 from fxoffload.planner.simulate import Simulation, simulate

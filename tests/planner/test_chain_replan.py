@@ -22,11 +22,10 @@ from hypothesis import given, settings
 from torch import Tensor
 
 import fxoffload
-from fxoffload.compiler import chain_graphs, chain_planning, plan_chain, recalibrate_chain
+from fxoffload.compiler import chain_graphs, chain_planning, pacing, plan_chain, recalibrate_chain
 from fxoffload.compiler.recalibrate_chain import ChainRecalibration, as_compiled, with_turn
 from fxoffload.compiler.recalibration import Recalibration
 from fxoffload.compiler.replan import Replan
-from fxoffload.planner import pacing
 from fxoffload.planner.as_measured import measured_step
 from fxoffload.planner.chain import concatenate
 from fxoffload.planner.link import ConstantRates

@@ -12,11 +12,12 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from fxoffload.compiler import pacing, process_rates
+from fxoffload.compiler.pacing import PACED, PACED_TOGETHER, paced_calls, rates_with_pace
+from fxoffload.compiler.process_rates import WITH_COLLECTIVES, rates_for, with_collectives
 from fxoffload.machine.shelf import load_profile
-from fxoffload.planner import pacing, rates
 from fxoffload.planner.chain import concatenate
-from fxoffload.planner.pacing import PACED, PACED_TOGETHER, paced_calls, rates_with_pace
-from fxoffload.planner.rates import WITH_COLLECTIVES, ProfileRates, rates_for, with_collectives
+from fxoffload.planner.rates import ProfileRates
 from fxoffload.planner.schedule import Schedule, Scheduler
 from fxoffload.torch_private.fsdp2 import fsdp2_is_used
 from tests.planner.test_chain_search import layer, passed
@@ -86,7 +87,7 @@ def test_steps_with_collectives_are_planned_with_less_of_the_link(
     monkeypatch: pytest.MonkeyPatch, ranks: int, uses: bool, extra_memory: bool
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    monkeypatch.setattr(rates, "fsdp2_is_used", lambda: uses)
+    monkeypatch.setattr(process_rates, "fsdp2_is_used", lambda: uses)
     assert with_collectives() is extra_memory
     found = rates_for("h200", torch.device("cpu"))
     assert found.link == ((WITH_COLLECTIVES,) * 2 if extra_memory else (1.0, 1.0))

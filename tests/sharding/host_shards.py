@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fxoffload.phases.moving.host_dtensor import HostDTensor
+from fxoffload.phases.guarding.host_dtensor import HostDTensor
 
 from .away import CPU, Build, Model, Training, folder, fsdp2, tensor_parallel, tried
 from .launch import Found

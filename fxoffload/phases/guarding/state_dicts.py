@@ -130,7 +130,7 @@ class HostReader:
 
     def _stand_in(self, tensor: Tensor) -> Tensor:
         if is_dtensor(tensor):
-            from fxoffload.phases.moving.host_dtensor import HostDTensor
+            from fxoffload.phases.guarding.host_dtensor import HostDTensor
 
             local = local_of(tensor)
             return HostDTensor.over(tensor, self._stand_in(local), local.device)

@@ -9,7 +9,7 @@ makes no difference. Nor does it matter whether the gathers and scatters move an
 stream waits for nothing. Power is no cause: it was at its limit with and without.
 
 With the host at most one layer ahead, copies during forwards carried 54.9 GB/s. So calls whose copies need all of the
-link are *paced* (``Choice.paced``, ``fxoffload.planner.pacing``): each begins when the device has begun the paced call
+link are *paced* (``Choice.paced``, ``fxoffload.compiler.pacing``): each begins when the device has begun the paced call
 before it. Its gather has been launched by then, as early as FSDP2 would let it run: that waits for the beginning of the
 call before the one before. The host has the time of a call to launch the next one, and no wait follows the last
 forward.
