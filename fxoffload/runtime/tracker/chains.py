@@ -76,6 +76,7 @@ class ChainPlan:
     Attributes:
         tracked_graphs: the graphs, in the order of the forwards.
         choices: of the call at each place.
+        kept_alive: an object that lives as long as the plan.
         prepare: compiles variants of graphs, so that the first step can follow; called once, on the thread that runs
             the forwards, when a step begins. None: nothing is missing.
         otherwise: makes the plan that takes the place of this one should ``prepare`` fail.
@@ -93,6 +94,7 @@ class ChainPlan:
 
     tracked_graphs: tuple[weakref.ref[Any], ...]
     choices: tuple[Choice, ...]
+    kept_alive: object = None
     prepare: Callable[[], None] | None = None
     otherwise: Callable[[], ChainPlan] | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)  # held by the thread that makes it ready
