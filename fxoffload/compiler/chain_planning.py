@@ -20,8 +20,6 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-import torch
-
 from fxoffload.compiler.batch_sizes import Sizes
 from fxoffload.compiler.chain_graphs import GraphDescription, descriptions_at
 from fxoffload.compiler.chain_search import ChainChoice, ChainSearch
@@ -37,7 +35,7 @@ from fxoffload.compiler.explain import (
     why_it_stays,
 )
 from fxoffload.compiler.pacing import paced_calls, rates_with_pace
-from fxoffload.compiler.planning import TUNING_BYTES, WORTH
+from fxoffload.compiler.planning import TUNING_BYTES, WORTH, around_bytes, bytes_for_graphs
 from fxoffload.compiler.search_rounds import SearchAim
 from fxoffload.compiler.variant_maker import VariantMaker
 from fxoffload.passes.find_candidates import SavedValues
@@ -65,25 +63,12 @@ log = logging.getLogger(__name__)
 _GRADIENTS = "They were seen to stay until the step's end; let them add up in .grad tensors that are there already"
 # Variants have to save ``WORTH`` of the peak too; within a budget, this part of the step's time.
 _WORTH_MS = 0.005
-# Memory of eager code between the graphs at the peak, on a GPU: a tangent that adds up, workspaces of libraries.
-# Measured: 24 layers of a MoE at 8,192 tokens took 33 MiB more than their graphs (H200, 2026-11-21).
-AROUND_BYTES = 64 << 20
 # Sizes below the largest leave this part of the budget, where they have to move something. Each of them fills its
 # budget in an order of its own, and the allocator may find no room for one among blocks that others left. Then the
 # device's reserved memory grows: by up to 5 % of the budget in 200 steps of random lengths (two H100s, 2026-11-25). The
 # largest uses this room itself. In proportion to its activations, the next size of the grid still has as much of the
 # budget as the largest.
 _SPARE = 1 / 16
-
-
-def around_bytes(device: torch.device) -> int:
-    """The part of a step's budget that its graphs leave to others."""
-    return AROUND_BYTES if device.type == "cuda" else 0
-
-
-def bytes_for_graphs(budget_bytes: int, device: torch.device) -> int:
-    """The part of a step's budget that its graphs may take."""
-    return max(budget_bytes - around_bytes(device), 1)
 
 
 class ChainPlanning:

@@ -115,7 +115,7 @@ class GraphRecalibration(Recalibration):
         every = simulate(
             step, (True,) * len(step.candidates), copies=self._scheduler.rates, windows=no_windows(step)
         ).boundaries
-        turn = max((b.peak_bytes + self._planned.library_bytes for b in every if b.segment == TURN), default=0)
+        turn = max((b.peak_bytes + self._planned.around_bytes for b in every if b.segment == TURN), default=0)
         self._box.update(smallest_budget_bytes=max(self._box.plan.smallest_budget_bytes, turn))
 
     def _baseline(self, step: TrainingStep, turn: tuple[float, int]) -> Prediction:

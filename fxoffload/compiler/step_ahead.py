@@ -13,8 +13,9 @@ from dataclasses import replace
 
 from fxoffload.compiler.chain_planning import ChainPlanning
 from fxoffload.compiler.fake_step import FakeGraph, FakeStep
+from fxoffload.compiler.planning import too_small
 from fxoffload.compiler.returned import loss_of
-from fxoffload.errors import BudgetError, UnsupportedError
+from fxoffload.errors import UnsupportedError
 from fxoffload.plan_report.plan import Plan
 from fxoffload.planner.plan import NO_GRAPH, Decision
 from fxoffload.planner.schedule import Schedule
@@ -156,18 +157,10 @@ def _check_budget(planning: ChainPlanning, found: Schedule, *, is_least: bool) -
     budget, limit = planning.objective.budget_bytes, planning.limit_bytes
     if planning.objective.is_checkpointing or budget is None or limit is None or found.simulation.peak_bytes <= limit:
         return
-    least = found.simulation.peak_bytes + budget - limit
-    where = found.simulation.peak_place
     if is_least:
-        baseline = planning.baseline.peak_bytes
-        raise BudgetError(
-            f"expected an activation_budget of at least {format_bytes(least)} ({least} bytes), which {where} needs in "
-            f"a step of {len(planning.descriptions)} calls of compiled graphs; found {format_bytes(budget)}. Plain "
-            f"Inductor takes {format_bytes(baseline)}. Raise the budget, or make the batch smaller",
-            least,
-            where,
-            baseline,
-        )
+        basis = f"The step has {len(planning.descriptions)} calls of compiled graphs"
+        raise too_small(budget, found.simulation, budget - limit, planning.baseline.peak_bytes, basis)
+    least = found.simulation.peak_bytes + budget - limit
     warn(
         f"expected a step within the activation_budget of {format_bytes(budget)}, found one that takes "
         f"{format_bytes(least)}: each of its graphs fits into the budget alone, and they cannot be planned together "

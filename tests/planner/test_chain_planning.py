@@ -27,6 +27,7 @@ import fxoffload
 from fxoffload.analysis.labels import STORAGE_KEY
 from fxoffload.compiled_graph import CompiledGraph
 from fxoffload.compiler import chain_planning, pacing, plan_chain, step_member
+from fxoffload.compiler import planning as graph_planning
 from fxoffload.compiler.variant_maker import VariantMaker
 from fxoffload.planner.chain import Chain
 from fxoffload.planner.schedule import Schedule
@@ -700,7 +701,8 @@ def test_a_budget_that_everything_fits_into_moves_nothing() -> None:
 @pytest.mark.slow
 def test_a_budget_that_nothing_fits_into_warns_once_and_takes_the_least(monkeypatch: pytest.MonkeyPatch) -> None:
     around = 512
-    monkeypatch.setattr(chain_planning, "around_bytes", lambda device: around)
+    for module in (chain_planning, graph_planning):
+        monkeypatch.setattr(module, "around_bytes", lambda device: around)
     run = recorded(MODELS["stack"], activation_budget=1)
     with pytest.warns(UserWarning, match="expected an activation_budget of at least"):
         run.step()

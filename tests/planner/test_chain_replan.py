@@ -23,6 +23,7 @@ from torch import Tensor
 
 import fxoffload
 from fxoffload.compiler import chain_graphs, chain_planning, pacing, plan_chain, recalibrate_chain
+from fxoffload.compiler.planning import AROUND_BYTES
 from fxoffload.compiler.recalibrate_chain import ChainRecalibration, as_compiled, with_turn
 from fxoffload.compiler.recalibration import Recalibration
 from fxoffload.compiler.replan import Replan
@@ -715,7 +716,7 @@ def test_the_cpu_and_a_piece_that_is_off_are_not_followed() -> None:
 
 def test_a_budget_is_that_of_the_graphs_and_what_runs_between_them() -> None:
     """The graphs' part is compared; the whole is reported."""
-    limit, budget = 100 << 20, (100 << 20) + chain_planning.AROUND_BYTES
+    limit, budget = 100 << 20, (100 << 20) + AROUND_BYTES
     simulation: Any = SimpleNamespace(peak_bytes=limit)
     objective: Any = SimpleNamespace(budget_bytes=budget, max_slowdown=None, is_checkpointing=False)
 

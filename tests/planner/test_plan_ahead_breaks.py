@@ -121,7 +121,7 @@ def test_within_a_budget_graphs_are_planned_together() -> None:
     assert "over 2 calls of 2 graphs, the fastest plan found within" in found.summary
     assert found.decisions == expected.decisions
     assert found.predicted == expected.predicted
-    with pytest.raises(BudgetError, match="step of 2 calls of compiled graphs") as caught:
+    with pytest.raises(BudgetError, match="2 calls of compiled graphs") as caught:
         plan(Towers(), example_args=(x,), activation_budget=70_000, **SMALL)
     assert caught.value.smallest_bytes > 70_000
 
