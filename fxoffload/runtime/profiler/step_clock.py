@@ -220,7 +220,7 @@ class StepRecording:
         return entry_of(*self._order[at]) if self._is_chain else None
 
     def _add(self, whole: Sample, sample: Sample, call: int) -> None:
-        """Put a call's time and segments behind those of its phase, and the peak so far."""
+        """Add a call's time and segments to those of its phase, at their end, and the peak so far."""
 
         def named(values: dict[str, Any]) -> dict[str, Any]:
             return {segment_of(call, name): value for name, value in values.items()} if self._is_chain else values
