@@ -23,6 +23,7 @@ from fxoffload.runtime.engine import engine_for
 from fxoffload.runtime.profiler.allocator_trace import Memory
 from fxoffload.runtime.profiler.step_clock import StepClock
 from fxoffload.runtime.profiler.stream_events import host_events
+from fxoffload.step.call_order import CallOrder
 from fxoffload.step.readings import Readings, Sample
 from fxoffload.step.segment_names import TURN, entry_of
 from tests.allocator import Allocator
@@ -352,9 +353,9 @@ class Rehearsed(Measured):
         self.peak = max(self.peak, now)
         return Memory(now, self.peak)
 
-    def _clock(self, num_calls: int) -> StepClock:
+    def _clock(self, num_calls: int, order: CallOrder | None) -> StepClock:
         self.events.append(host_events(self._time))
-        self.clocks.append(StepClock(num_calls, skip=1, count=2, events=self.events[-1], memory=self.read))
+        self.clocks.append(StepClock(num_calls, order=order, skip=1, count=2, events=self.events[-1], memory=self.read))
         return self.clocks[-1]
 
 
