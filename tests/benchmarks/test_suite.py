@@ -195,7 +195,7 @@ def test_a_run_that_is_stopped_leaves_no_process(tmp_path: Path) -> None:
         assert workers and not going.is_over()
     finally:
         going.stop()
-    gone, alive = psutil.wait_procs(workers, timeout=5.0)
+    gone, alive = psutil.wait_procs(workers, timeout=30.0)
     for process in alive:
         process.kill()
     assert gone and not alive
