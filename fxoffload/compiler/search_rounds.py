@@ -143,16 +143,17 @@ def search_choices(
     tries = list(known)
     ask = aim if aim.max_ms is None else SearchAim(max_ms=aim.max_ms - slack_ms)
     tries.extend(search_rounds(problem, aim, lay_out, ask=ask))
-    met = [t for t in tries if aim.max_ms is None or ms_of(t) <= aim.max_ms]
+    most_ms = math.inf if aim.max_ms is None else aim.max_ms
+    met = [t for t in tries if t.schedule is not None and ms_of(t) <= most_ms]
     best = min(met, key=lambda t: (aim.key(t), t.promised is None), default=None)
     if aim.limit_bytes is not None:
         tries.extend(faster_rounds(problem, aim.limit_bytes, best, lay_out, enough_ms=enough_ms))
     elif best is not None and best.schedule is not None:
         # To get to that peak, all the time that was allowed may have gone, even for the last byte. BERT then takes
         # +0.2 % in place of +1.9 %, other models up to 0.6 % less.
-        within = replace(aim, limit_bytes=best.schedule.simulation.peak_bytes)
-        solution = solve.least_time(problem, within.limit_bytes or 0)
-        found = None if solution is None else attempt(solution, within)
+        peak = best.schedule.simulation.peak_bytes
+        solution = solve.least_time(problem, peak)
+        found = None if solution is None else attempt(solution, replace(aim, limit_bytes=peak))
         tries += [] if found is None else [found]
     return tries
 

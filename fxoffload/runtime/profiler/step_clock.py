@@ -26,9 +26,9 @@ all of it. Ranks exchange nothing. Once enough steps have been read, nothing mor
 [Note: Gaps] Memory may be allocated and freed between two calls: FSDP's reduction of gradients, an eager head. It is
 known from the first step that follows a chain's plan, in which the allocator's events are recorded. No kernel of the
 chain is tuned between calls, so that step tells as much of it as any other. A graph with a plan of its own follows it
-from the first step of all, in which its loss is new too: there the events are recorded in steps that count, until one
-tells. A gap in which something else is compiled tells nothing. Without a record (another one is kept, or the allocator
-keeps none), a gap's peak is seen only where the allocator's peak rises there, which belongs to the process.
+from the first step of all, in which its loss is new too. So the events are recorded in steps that count, until one of
+them tells. A gap in which something else is compiled tells nothing. Without a record (another one is kept, or the
+allocator keeps none), a gap's peak is seen only where the allocator's peak rises there, which belongs to the process.
 """
 
 from __future__ import annotations
