@@ -177,7 +177,7 @@ def test_after_a_try_that_is_no_faster_half_as_much_more_is_asked_for(monkeypatc
 
 def test_without_a_budget_one_more_choice_is_made_within_the_best_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     """The best is one that takes no longer than is allowed, be it one that the solver does not know."""
-    Asked([solution(99.0)], monkeypatch)
+    first = Asked([solution(99.0)], monkeypatch)
     asked: list[int] = []
     monkeypatch.setattr(rounds_module.solve, "least_time", lambda _, nbytes: asked.append(nbytes) or choice(7, 90.0, 0))
     late, known, found = tried(120.0, 500), tried(99.0, 800), tried(100.0, 900)
@@ -193,6 +193,7 @@ def test_without_a_budget_one_more_choice_is_made_within_the_best_peak(monkeypat
     aim = SearchAim(max_ms=100.0)
     tries = rounds_module.search_choices(problem, aim, attempt, [late, known], enough_ms=0.0, slack_ms=1.0)
     assert tries == [late, known, found, found]
+    assert first.aims == [SearchAim(max_ms=99.0)]
     assert asked == [800]
     assert aims == [aim, SearchAim(limit_bytes=800, max_ms=100.0)]
 
