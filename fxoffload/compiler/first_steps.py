@@ -31,10 +31,11 @@ log = logging.getLogger(__name__)
 _WAITING = 0.05
 # The device may notice a late host at each call.
 _HOST_MS = 0.3
-# How much longer a phase takes at least in a step of FSDP2 whose device is busy all the time than its segments take on
-# made-up inputs. First steps that copy for half of their time tell less. Their backwards took 206 to 233 ms; on made-up
-# inputs they take 204 to 210, and in the first steps of default plans 219 to 228. With 206 the plan's time was 10 % too
-# short. In 41 of 42 calibrated plans they took 217 ms or more (pairs of H200s, 2026-11-28 to -30).
+# How much longer segments take in a step of FSDP2, whose device is busy all the time, than on made-up inputs. First
+# steps that copy for half of their time tell less. Their backwards took 206 to 233 ms; on made-up inputs they take 204
+# to 210, and in the first steps of default plans 219 to 228. With 206 the plan's time was 10 % too short. In 41 of 42
+# calibrated plans they took 217 ms or more, and forwards of 89 ms took 93 to 100. A plan with 89 left the link idle for
+# the last 12 ms of each forward, and recomputed more instead (pairs of H200s, 2026-11-28 to -30).
 _LONGER_IN_STEPS = 1.07
 
 
@@ -80,6 +81,23 @@ def first_steps_of(planning: ChainPlanning) -> FirstSteps | None:
     return FirstSteps(step_clock_for(planning.device, len(planning.descriptions), order=planning.order, records=False))
 
 
+def as_in_steps(descriptions: Sequence[GraphDescription]) -> list[GraphDescription]:
+    """``descriptions``, whose segments take as long as in a step where they were timed on made-up inputs."""
+    if not fsdp2_is_used():
+        return list(descriptions)
+    found = {id(d): _lengthened(d) if d.basis == "segments" else d for d in descriptions}
+    return [found[id(d)] for d in descriptions]
+
+
+def _lengthened(description: GraphDescription) -> GraphDescription:
+    def longer(segments: Sequence[SegmentStep]) -> dict[str, float]:
+        return {s.name: s.ms * _LONGER_IN_STEPS for s in segments}
+
+    step = description.step
+    times: Times = {"forward": longer(step.forward), "backward": longer(step.backward)}
+    return description.measured(measured_step(step, times), description.basis)
+
+
 def measured_descriptions(planning: ChainPlanning, readings: Readings) -> list[GraphDescription] | None:
     """The graphs of a chain, per call, with the times that they took in steps which ran them as compiled.
 
@@ -94,16 +112,16 @@ def measured_descriptions(planning: ChainPlanning, readings: Readings) -> list[G
     for description in planning.descriptions:
         step, is_measured = ran[id(description)]
         if description.basis == "segments" and fsdp2_is_used():
-            step = _no_faster(step, description.step, _LONGER_IN_STEPS)
+            step = _no_faster(step, description.step)
         found[id(description)] = description.measured(step, "steps" if is_measured else description.basis)
     return [found[graph] for graph in graphs]
 
 
-def _no_faster(step: TrainingStep, before: TrainingStep, factor: float) -> TrainingStep:
-    """``step`` with phases that take at least ``factor`` times as long as in ``before``."""
+def _no_faster(step: TrainingStep, before: TrainingStep) -> TrainingStep:
+    """``step`` with phases that take at least as long as in ``before``."""
 
     def longer(segments: Sequence[SegmentStep], others: Sequence[SegmentStep]) -> dict[str, float]:
-        took, least = sum(s.ms for s in segments), factor * sum(s.ms for s in others)
+        took, least = sum(s.ms for s in segments), sum(s.ms for s in others)
         return {s.name: s.ms * max(least / took, 1.0) for s in segments} if took > 0 else {}
 
     times = {"forward": longer(step.forward, before.forward), "backward": longer(step.backward, before.backward)}

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from fxoffload.compiler.batch_sizes import Sizes
 from fxoffload.compiler.chain_graphs import GraphDescription, descriptions_at
 from fxoffload.compiler.chain_planning import ChainPlanning
-from fxoffload.compiler.first_steps import first_steps_of, in_measured_time
+from fxoffload.compiler.first_steps import as_in_steps, first_steps_of, in_measured_time
 from fxoffload.compiler.recalibrate_chain import replan_for_chain
 from fxoffload.plan_report.registry import PlanBox
 from fxoffload.runtime import background
@@ -46,7 +46,8 @@ def plan_chain(
         return None
     began = time.perf_counter()
     written = [frozenset(t.written) for t in tracked_graphs]
-    planning, first_steps = ChainPlanning(descriptions_at(descriptions, sizes), seen, written, sizes), None
+    at_sizes = as_in_steps(descriptions_at(descriptions, sizes))
+    planning, first_steps = ChainPlanning(at_sizes, seen, written, sizes), None
     refs = tuple(weakref.ref(t) for t in tracked_graphs)
     if meanwhile is not None:
         quick = planning.quick()

@@ -21,7 +21,8 @@ from fxoffload.machine.meters import Meter
 
 log = logging.getLogger(__name__)
 
-# Rounds over the calls of a step, at least: the last one counts, the others bring the device where a step leaves it.
+# Rounds over the calls of a step, at least: the later half of them counts, the others bring the device where a step
+# leaves it.
 _ROUNDS = 2
 # Runs of a segment that is timed alone.
 _ALONE = 3
@@ -52,16 +53,17 @@ def _in_rounds(ran: Sequence[DistinctSegment], meter: Meter, allowance: Allowanc
     fitting = [all_in for all_in in (False, True) if _round_bytes([d for d, _ in calls], has_dying=all_in) <= room]
     if not calls or not fitting:
         return {}
-    shared, times = Shared(has_dying=fitting[0]), [0.0]
+    shared, rounds, total_ms = Shared(has_dying=fitting[0]), list[list[float]](), 0.0
     try:
-        total_ms, num_rounds = 0.0, 0
         # A graph of one layer has short rounds.
-        while num_rounds < _ROUNDS or (total_ms < meter.sustained_ms and allowance.left_s > 0):
-            times = meter.each_ms([_work(d, shared) for d, _ in calls])
-            total_ms, num_rounds = total_ms + sum(times), num_rounds + 1
+        while len(rounds) < _ROUNDS or (total_ms < meter.sustained_ms and allowance.left_s > 0):
+            rounds.append(meter.each_ms([_work(d, shared) for d, _ in calls]))
+            total_ms += sum(rounds[-1])
     except Exception as error:
         log.info("segments are timed alone: %s", reason_of(error))
         return {}
+    # A host that is late lengthens some of them.
+    times = [statistics.median(of_call) for of_call in zip(*rounds[len(rounds) // 2 :], strict=True)]
     of_calls = dict(zip((name for _, name in calls), times, strict=True))
     return {name: ms for d in ran for name, ms in _of_all(d, of_calls).items()}
 

@@ -16,7 +16,7 @@ import torch
 import fxoffload
 from fxoffload.compiler import first_steps, plan_chain
 from fxoffload.compiler.chain_planning import ChainPlanning
-from fxoffload.compiler.first_steps import FirstSteps, first_steps_of, measured_descriptions
+from fxoffload.compiler.first_steps import FirstSteps, as_in_steps, first_steps_of, measured_descriptions
 from fxoffload.compiler.first_steps import in_measured_time as in_time_of
 from fxoffload.compiler.measured_chain import as_compiled, measured_calls
 from fxoffload.compiler.recalibrate_chain import ChainRecalibration
@@ -24,6 +24,7 @@ from fxoffload.planner.as_measured import measured_step
 from fxoffload.planner.chain import concatenate, with_turn
 from fxoffload.planner.objective import Objective
 from fxoffload.planner.schedule import Schedule
+from fxoffload.planner.steps import TrainingStep
 from fxoffload.runtime.engine import engine_for
 from fxoffload.runtime.profiler.step_clock import StepClock
 from fxoffload.runtime.profiler.stream_events import host_events
@@ -196,8 +197,10 @@ def test_graphs_of_fsdp2_take_longer_in_steps_than_alone(
     """First steps that mostly wait for copies do not tell."""
     monkeypatch.setattr(first_steps, "fsdp2_is_used", lambda: is_sharded)
     found = planning(SEEN)
-    found.descriptions = [replace(d, basis=basis) for d in found.descriptions]
     alone = found.descriptions[0].step
+    found.descriptions = as_in_steps([replace(d, basis=basis) for d in found.descriptions])
+    longer = found.descriptions[0].step
+    assert longer.compute_ms == pytest.approx((floor or 1.0) * alone.compute_ms), "what the search reckons with"
     seen_ms = alone.forward[0].ms, 2 * alone.backward[0].ms
     forward = phase_of([(0.0, seen_ms[0], 0.0)] * CALLS)
     backward = phase_of([(0.0, seen_ms[1], 0.0)] * CALLS, backward=True)
@@ -214,9 +217,13 @@ def test_the_least_time_is_that_of_a_phase() -> None:
     took = replace(
         before, backward=tuple(replace(s, ms=1.2 * s.ms) if not i else s for i, s in enumerate(before.backward))
     )
-    found = first_steps._no_faster(took, before, 1.0 + 0.2 * ms[0] / sum(ms))
+
+    def lengthened(factor: float) -> TrainingStep:
+        return replace(before, backward=tuple(replace(s, ms=factor * s.ms) for s in before.backward))
+
+    found = first_steps._no_faster(took, lengthened(1.0 + 0.2 * ms[0] / sum(ms)))
     assert [s.ms for s in found.backward] == pytest.approx([s.ms for s in took.backward])
-    found = first_steps._no_faster(took, before, 1.5)
+    found = first_steps._no_faster(took, lengthened(1.5))
     assert sum(s.ms for s in found.backward) == pytest.approx(1.5 * sum(ms))
 
 

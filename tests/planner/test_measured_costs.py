@@ -305,6 +305,19 @@ def test_calls_are_left_out_evenly_where_time_is_short(limit_ms: float, count: i
         assert all(abs(ms - places[name]) <= 8 // count for name, ms in found.items())
 
 
+def test_a_late_host_in_one_round_is_no_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the later half of the rounds the median counts; the first ones find the device at other clocks."""
+    monkeypatch.setattr(time_segments, "_round_bytes", lambda *args, **kwargs: 0)
+    name = ("forward", "layer")
+    distinct = Mock(places={name: 1}, temp_bytes=0)
+    distinct.estimate.ms = 1.0
+    meter = Mock(sustained_ms=50.0)
+    meter.room_bytes.return_value = 1
+    meter.each_ms.side_effect = [[9.0], [9.0], [9.0], [5.0], [6.0], [20.0]]
+    found = time_segments.time_segments([distinct], meter, Mock(left_s=1.0))
+    assert found == {name: 6.0} and meter.each_ms.call_count == 6
+
+
 @pytest.mark.slow
 def test_segments_that_do_not_fit_together_are_timed_alone(measure_with: Callable[[Meter], None]) -> None:
     class Small(Told):
