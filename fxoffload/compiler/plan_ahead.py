@@ -71,11 +71,11 @@ def plan(
     values of integers that are real (sizes of images, say). Call it as the training step calls the model: in
     training mode, and under its ``torch.autocast``, if any (where there is no GPU, the CPU's, of the same dtype).
 
-    The model is traced on the CPU, where a few things differ from a GPU. Attention is the CPU's flash kernel. It saves
-    the same values as the GPU's, except a few bytes of random state. With dropout inside the attention, or with shapes
-    that kernel does not take, the scores are saved as well, which a GPU would not do. A mask that the model builds is
-    in the plan (Hugging Face's own ``"sdpa"`` builds one of sequence x sequence where it is traced). Choices that a
-    model makes by ``is_cuda`` are those for a CPU. Times are those of ``device``.
+    The model is traced on the CPU, where a few things differ from a GPU. Attention is the CPU's flash kernel, taken to
+    have dropout too. It saves the same values as the GPU's, except a few bytes of random state. With shapes that it
+    does not take, the scores are saved as well, which a GPU would not do. A mask that the model builds is in the plan
+    (Hugging Face's own ``"sdpa"`` builds one of sequence x sequence where it is traced). Choices that a model makes by
+    ``is_cuda`` are those for a CPU. Times are those of ``device``.
 
     A model with graph breaks is planned as one step of several graphs: the step runs on fake tensors, its backward from
     the output's ``loss`` or else from all outputs. ``Plan.breaks`` says what lies between the graphs. That is not in
@@ -386,6 +386,7 @@ def _autocast() -> contextlib.AbstractContextManager[Any]:
 def _backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
     """``fxoffload.backend`` up to the plan; returns a function that runs on fake tensors."""
     # Imported here, as there.
+    from fxoffload.compiler.attention_ahead import attend_as_on_gpu
     from fxoffload.compiler.graph_inputs import GraphInputs
     from fxoffload.compiler.planning import DRAWN_POINTS
     from fxoffload.compiler.session import CompileSession
@@ -395,6 +396,7 @@ def _backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[...,
 
     request = _request.get()
     options = request.options
+    attend_as_on_gpu(gm)
     # There are no tensors here, and no such device.
     disabled = frozenset(options.disable) | disabled_pieces() | {"measured_costs"}
     session = CompileSession(options, disabled, torch.device("cpu"), GraphInputs.of(gm), DRAWN_POINTS)
