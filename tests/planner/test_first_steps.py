@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -208,6 +208,26 @@ def test_graphs_of_fsdp2_take_longer_in_steps_than_alone(
     assert measured is not None
     assert measured[0].step.forward[0].ms == pytest.approx(max(seen_ms[0], floor * alone.forward[0].ms))
     assert measured[0].step.backward[0].ms == seen_ms[1]
+
+
+def test_the_search_takes_segments_for_as_long_as_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stopped(Exception):
+        pass
+
+    def stop(descriptions: Sequence[Any], *args: Any) -> None:
+        seen.extend(descriptions)
+        raise Stopped
+
+    seen: list[Any] = []
+    alone = planning(SEEN).descriptions
+    tracked: list[Any] = [
+        SimpleNamespace(description=replace(d, basis="segments"), own_plan=None, written=()) for d in alone
+    ]
+    monkeypatch.setattr(first_steps, "fsdp2_is_used", lambda: True)
+    monkeypatch.setattr(plan_chain, "ChainPlanning", stop)
+    with pytest.raises(Stopped):
+        plan_chain.plan_chain(tracked, SEEN)
+    assert [d.step.compute_ms for d in seen] == pytest.approx([1.07 * d.step.compute_ms for d in alone])
 
 
 def test_the_least_time_is_that_of_a_phase() -> None:
