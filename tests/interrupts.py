@@ -206,16 +206,20 @@ def storm(seconds: float, error: Callable[[], BaseException] = KeyboardInterrupt
 
 
 def ours(printed: list[str]) -> list[str]:
-    """Without the interpreter's messages about a signal that raises in its own callbacks and threads, in those that
-    hypothesis gives the collector, or in a generator that it closes since nothing holds it any more. Only the
-    interpreter can catch that."""
+    """Without the interpreter's messages about a signal that raises where only the interpreter can catch it.
+
+    That is in callbacks and threads of its own, in callbacks that hypothesis gives the collector, and in a generator
+    that is closed since nothing holds it any more.
+    """
     others = ("WeakSet", "Thread._bootstrap", "finalize object", "gc_cumulative_time", "generator object")
     return [t for t in printed if not any(one in t for one in others)]
 
 
 def is_in_threading(raised: Exception, error: type[BaseException]) -> bool:
-    """Whether ``error`` came within ``threading``'s own code, which raised another one in its place: ``Thread.start``
-    gives a lock back that it no longer has, or takes a thread out of a table a second time."""
+    """Whether ``error`` came within ``threading``'s own code, which raised another one in its place.
+
+    ``Thread.start`` gives back a lock that it no longer has, or takes a thread out of a table a second time.
+    """
     last = traceback.extract_tb(raised.__traceback__)[-1]
     return isinstance(raised.__context__, error) and last.filename == threading.__file__
 

@@ -73,9 +73,9 @@ def plan(
 
     The model is traced on the CPU, where a few things differ from a GPU. Attention is the CPU's flash kernel, taken to
     have dropout too. It saves the same values as the GPU's, except a few bytes of random state. With shapes that it
-    does not take, the scores are saved as well, which a GPU would not do. A mask that the model builds is in the plan
-    (Hugging Face's own ``"sdpa"`` builds one of sequence x sequence where it is traced). Choices that a model makes by
-    ``is_cuda`` are those for a CPU. Times are those of ``device``.
+    does not take, or dropout where several heads share a key, the scores are saved as well, which a GPU would not do. A
+    mask that the model builds is in the plan (Hugging Face's own ``"sdpa"`` builds one of sequence x sequence where it
+    is traced). Choices that a model makes by ``is_cuda`` are those for a CPU. Times are those of ``device``.
 
     A model with graph breaks is planned as one step of several graphs: the step runs on fake tensors, its backward from
     the output's ``loss`` or else from all outputs. ``Plan.breaks`` says what lies between the graphs. That is not in

@@ -303,7 +303,7 @@ def run_through_a_storm(
                                 raise
         except error:
             pass
-    torch.set_grad_enabled(True)  # a ``no_grad`` that is interrupted as it ends leaves them off
+    torch.set_grad_enabled(True)  # a ``no_grad`` that is interrupted as it ends leaves autograd off
     assert scene.problems() == []
     scene.close()
     return raised
