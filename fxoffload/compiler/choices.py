@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch.fx as fx
 
-from fxoffload.analysis.find_frontier import FindFrontier, LayerClass, RecomputePoint
+from fxoffload.analysis.find_frontier import LayerClass, RecomputePoint
 from fxoffload.compiler.partitioning import Partitioning
 from fxoffload.passes.rematerialize import REPEATS_KEY
 from fxoffload.planner.formulate import problem_of, storages_of
@@ -28,16 +28,21 @@ class Choices:
     Args:
         joint: labelled, not tagged.
         base: the partitioning without tags.
+        classes: the layers of ``joint``.
     """
 
     def __init__(
-        self, joint: fx.GraphModule, base: Partitioning, rates: ProfileRates, *, host_bytes: int | None = None
+        self,
+        joint: fx.GraphModule,
+        base: Partitioning,
+        classes: tuple[LayerClass, ...],
+        rates: ProfileRates,
+        *,
+        host_bytes: int | None = None,
     ) -> None:
         assert base.step is not None and base.backward_state is not None
         state = base.forward_state
-        self.classes = FindFrontier(
-            rates, num_forward_outputs=state.num_user_outputs, static_inputs=state.static_inputs
-        )(joint)
+        self.classes = classes
         self._nodes = {n.name: n for n in joint.graph.nodes}
         self._step = base.step
         self._min_bytes = max(state.min_bytes, 1)

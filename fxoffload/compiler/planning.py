@@ -16,6 +16,7 @@ from fxoffload.analysis.recompute_rules import OFFLOADED
 from fxoffload.analysis.values import Storages
 from fxoffload.compiler.choices import Choices
 from fxoffload.compiler.explain import checkpointed_decisions, describe_plan
+from fxoffload.compiler.graph_estimates import GraphEstimates
 from fxoffload.compiler.partitioning import Partition, Partitioning, PartitionSettings, make_partitioning
 from fxoffload.compiler.recompute_search import RecomputeSearch, Try, fastest, smallest
 from fxoffload.compiler.returned import loss_of
@@ -119,6 +120,7 @@ class Planning:
         num_points: of the plan's frontier: two are its own and plain Inductor's (if that may be had), more have the
             smallest budget and some between.
         checkpointed: ``joint`` with the tags of activation checkpointing that the plan replaces; None: there are none.
+        estimates: of ``joint``, made so far.
 
     Attributes:
         asked: the objective that the user asked for.
@@ -138,6 +140,7 @@ class Planning:
         scheduling: Mapping[str, Any] | None = None,
         num_points: int = FEW_POINTS,
         checkpointed: fx.GraphModule | None = None,
+        estimates: GraphEstimates | None = None,
     ) -> None:
         self.joint = joint
         self.partition = partition
@@ -149,6 +152,7 @@ class Planning:
         self.num_points = num_points
         self.around_bytes = around_bytes(settings.device)
         self.checkpointed = checkpointed
+        self.estimates = estimates or GraphEstimates()
         self._obeyed: tuple[Partitioning, Scheduler] | None = None
         self._sizes_are_fixed = False
 
@@ -270,7 +274,8 @@ class Planning:
         return None if self.recompute == "auto" else self.recompute
 
     def _choices(self, base: Partitioning) -> Choices:
-        return Choices(self.joint, base, self.rates, host_bytes=self.scheduling.get("host_bytes"))
+        classes = self.estimates.layer_classes(self.joint, self.settings, self.rates)
+        return Choices(self.joint, base, classes, self.rates, host_bytes=self.scheduling.get("host_bytes"))
 
     def _max_ms(self, baseline: Simulation) -> float:
         assert self.objective.max_slowdown is not None

@@ -39,6 +39,7 @@ from fxoffload.compiler.chain_graphs import (
     is_dynamic,
     recomputed_by,
 )
+from fxoffload.compiler.graph_estimates import GraphEstimates
 from fxoffload.compiler.graph_inputs import GraphInputs, parameters_in_joint
 from fxoffload.compiler.measured_costs import MeasuredCosts
 from fxoffload.compiler.partitioning import Partition, PartitionSettings
@@ -185,6 +186,7 @@ class CompileSession:
         self._tracked: TrackedGraph | None = None  # of a graph that saves something
         self._variants = Variants()  # of it
         self._source: Source | None = None  # that they are made from
+        self._estimates = GraphEstimates()  # of the joint graph that is planned
         self._builder = Builder(options, disabled, device, logs=logs_in_frame())
         self._runtime = self._builder.runtime
 
@@ -236,10 +238,11 @@ class CompileSession:
                 counters.add("num_plain_graphs", int(self._plain))
                 partitioning = self._own.planning.partitioning
                 if self._own.may_be_planned_as_step and self._may_vary():
-                    self._source = Source(copy_graph(free), split)
+                    self._source = Source(copy_graph(free), split, estimates=self._estimates)
                 return partitioning.forward, partitioning.backward
             if self._may_vary():
-                self._source = Source(copy_graph(free), split, num_checkpointed(gm) - num_checkpointed(free))
+                count = num_checkpointed(gm) - num_checkpointed(free)
+                self._source = Source(copy_graph(free), split, count, self._estimates)
             run_passes(_JOINT[-1:], state, "joint")
         except BudgetError:
             raise
@@ -312,14 +315,16 @@ class CompileSession:
 
     def partition_settings(self) -> PartitionSettings:
         """Of the graph that is partitioned."""
+        rates = self.rates()
         return PartitionSettings(
             num_user_outputs=self._num_user_outputs,
             static_inputs=self._static_inputs,
             device=self.device,
             min_bytes=self.options.min_bytes,
-            rates=self.rates(),
+            rates=rates,
             donates=self._builder.donates,
             logs=self._builder.logs,
+            estimates=self._estimates.segments(rates),
         )
 
     def _plan(self, gm: fx.GraphModule, partition: Partition, tagged: fx.GraphModule) -> PlanOfGraph | None:
@@ -341,6 +346,7 @@ class CompileSession:
             scheduling=scheduling,
             num_points=self._num_points,
             checkpointed=None if tagged is gm else tagged,
+            estimates=self._estimates,
         )
         with working(f"planning {len(self._layers.layers)} layers"):
             found = plan_for_sizes(planning)

@@ -11,12 +11,12 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.fx as fx
 
-from fxoffload.analysis.find_frontier import FindFrontier, RecomputePoint
+from fxoffload.analysis.find_frontier import LayerClass, RecomputePoint
 from fxoffload.analysis.op_costs import node_kind
 from fxoffload.analysis.values import Storages, tensor_of, written_values
 from fxoffload.compiled_graph import CompiledGraph, CompiledVariant
@@ -24,6 +24,7 @@ from fxoffload.compiler.batch_sizes import BatchSizes
 from fxoffload.compiler.build import Builder, GraphKwargs
 from fxoffload.compiler.choices import Choices
 from fxoffload.compiler.fit import Signature, fit
+from fxoffload.compiler.graph_estimates import GraphEstimates
 from fxoffload.compiler.partitioning import (
     Partition,
     Partitioning,
@@ -40,7 +41,7 @@ from fxoffload.planner.steps import TrainingStep, edges_of
 from fxoffload.runtime.variant import Variant, VariantLayout, Variants
 from fxoffload.step.edges import Edges
 from fxoffload.torch_private.compile_context import Surroundings
-from fxoffload.torch_private.graphs import copy_graph
+from fxoffload.torch_private.graphs import copy_graph, graph_module
 from fxoffload.torch_private.inductor import inductor_config
 
 log = logging.getLogger(__name__)
@@ -60,11 +61,13 @@ class Source:
         partition: partitions (and changes) a copy of it.
         num_checkpointed: ops that the graph which was compiled first recomputes because activation checkpointing says
             so; ``joint`` is without those tags, so that variants may recompute less.
+        estimates: of ``joint``, made so far.
     """
 
     joint: fx.GraphModule
     partition: Partition
     num_checkpointed: int = 0
+    estimates: GraphEstimates = field(default_factory=GraphEstimates)
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,11 +161,7 @@ class VariantMaker:
     def points(self) -> tuple[Points, ...]:
         """The recompute choices, from least to most recomputation."""
         if self._points is None:
-            settings = self._settings
-            find = FindFrontier(
-                settings.rates, num_forward_outputs=settings.num_user_outputs, static_inputs=settings.static_inputs
-            )
-            classes = find(self._source.joint)
+            classes = self._classes()
             count = max((len(c.points) for c in classes), default=0)
             self._points = tuple(
                 {label: c.points[min(i, len(c.points) - 1)] for c in classes for label in c.layers}
@@ -199,7 +198,8 @@ class VariantMaker:
         return None
 
     def _partition(self, gm: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
-        forward, backward = self._source.partition(gm)
+        # The code of torch's modules is written again after each change, and nothing runs it.
+        forward, backward = (graph_module(g, g.graph) for g in self._source.partition(gm))
         unwrap = UnwrapRandom(gm)
         if not (unwrap(forward) and unwrap(backward)):
             raise _Unfit("random numbers would be drawn again")
@@ -220,7 +220,10 @@ class VariantMaker:
 
     def choices(self, base: PlannedVariant) -> Choices:
         """What a variant may recompute, layer by layer. ``base``: the variant of the first of ``points()``."""
-        return Choices(self._source.joint, base.partitioning, self._rates)
+        return Choices(self._source.joint, base.partitioning, self._classes(), self._rates)
+
+    def _classes(self) -> tuple[LayerClass, ...]:
+        return self._source.estimates.layer_classes(self._source.joint, self._settings, self._rates)
 
     def step_at(self, variant: PlannedVariant, sizes: Mapping[Any, int]) -> TrainingStep:
         """The step of a variant with other sizes than it was described for. ``sizes``: size symbol -> value."""
@@ -362,6 +365,7 @@ def variant_maker_for(
         rates=rates,
         donates=builder.donates,
         logs=forward.logs,
+        estimates=source.estimates.segments(rates),
     )
     return VariantMaker(source, settings, surroundings, compiled, builder.another, variants, rates)
 
