@@ -1,9 +1,9 @@
 """Made-up inputs for operators and segments that are measured.
 
-Floating-point values are random. Integers are zero, which is a valid index. Where every reader is known, indices are
-spread over the rows instead: with zeros, a scatter would write one row many times. Ends of groups (grouped products,
-packed sequences) are then even: with zeros, all groups would be empty. Memory is new, and shared as the graph's inputs
-share theirs.
+Floating-point values are random. Integers that are the same in every step are what they are in a step. Others are
+zero, which is a valid index. Where every reader is known, indices are spread over the rows instead: with zeros, a
+scatter would write one row many times. Ends of groups (grouped products, packed sequences) are then even: with zeros,
+all groups would be empty. Memory is new, and shared as the graph's inputs share theirs.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch.fx as fx
 
 from fxoffload.analysis.op_costs import aten_names, call_of, is_grouped, node_kind, op_name, shape_of, tensors_of
 from fxoffload.analysis.values import tensor_of
+from fxoffload.compiler.constant_values import ConstantValues
 from fxoffload.compiler.made_up_indices import ENDS, HANDS_ON, INDEX_ALONG, INDEX_LISTS, may_index_wrongly
 from fxoffload.torch_private.op_schemas import HigherOrderOperator, OpOverload
 from fxoffload.torch_private.symbolic_sizes import hint
@@ -145,6 +146,7 @@ class MadeUp:
         device: tensors elsewhere are on the CPU.
         dying: positions of inputs that die in the call.
         left_out: positions of inputs that are None.
+        constants: of the graph, which inputs may be; None: there are none.
 
     Raises:
         NotMadeUpError: for some input there is nothing to make up.
@@ -157,8 +159,10 @@ class MadeUp:
         device: torch.device,
         dying: Collection[int] = (),
         left_out: Collection[int] = (),
+        constants: ConstantValues | None = None,
     ) -> None:
         self._inputs = tuple(inputs)
+        self._constants = constants
         self._inside = frozenset(nodes)
         self._sizes: list[int] = []  # of the allocations, in bytes
         self._devices: list[torch.device] = []
@@ -266,6 +270,8 @@ class MadeUp:
         value = tensor_of(node)
         if value is None or not _is_integer(value):
             return None
+        if self._constants is not None and (work_out := self._constants.of(node)) is not None:
+            return lambda n, device: work_out()
         uses = list(_uses(node, self._inside))
         if not uses or None in uses:
             return None

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from fxoffload.compiler.constant_values import ConstantValues
 from fxoffload.compiler.distinct_segments import CallName, DistinctSegment, distinct_segments
 from fxoffload.compiler.made_up import MadeUp, NotMadeUpError, why_not
 from fxoffload.compiler.measuring import FAILED, NO_ROOM, NO_TIME, Allowance, note_estimated, reason_of
@@ -54,10 +55,11 @@ def measure_segments(
         note_estimated("segments", reason, len(wanted))
         return None
     prepared: list[DistinctSegment] = []
+    constants = ConstantValues(forward.gm)
     reasons: Counter[str] = Counter()
     with allowance.spending(), meter.undisturbed():
         for distinct in wanted:
-            if reason := _prepare(distinct, meter, allowance):
+            if reason := _prepare(distinct, constants, meter, allowance):
                 reasons[reason] += 1
             else:
                 prepared.append(distinct)
@@ -75,7 +77,7 @@ def measure_segments(
     return RanSegments(Readings(samples), len(timed) == len(wanted))
 
 
-def _prepare(distinct: DistinctSegment, meter: Meter, allowance: Allowance) -> str:
+def _prepare(distinct: DistinctSegment, constants: ConstantValues, meter: Meter, allowance: Allowance) -> str:
     """Tune the kernels, and read the peak; returns why that is not possible, or ""."""
     segment = distinct.segment
     if reason := why_not(segment.nodes):
@@ -84,7 +86,7 @@ def _prepare(distinct: DistinctSegment, meter: Meter, allowance: Allowance) -> s
         return NO_TIME
     try:
         distinct.made = made = MadeUp(
-            segment.inputs, segment.nodes, meter.device, distinct.dying, distinct.call.left_out
+            segment.inputs, segment.nodes, meter.device, distinct.dying, distinct.call.left_out, constants
         )
         if MARGIN * (made.nbytes + distinct.estimate.temp_bytes) > meter.room_bytes():
             return NO_ROOM

@@ -9,6 +9,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fxoffload.analysis.segmentation import Segment
+from fxoffload.compiler.constant_values import ConstantValues
 from fxoffload.compiler.distinct_segments import DistinctSegment
 from fxoffload.compiler.measure_segments import _prepare
 from fxoffload.compiler.measuring import Allowance
@@ -43,7 +44,7 @@ def test_what_dies_in_a_segment_dies_in_the_run_that_tells_its_peak() -> None:
     call.fn = fn
     distinct = DistinctSegment(segment, call, SegmentStep("layers_0"), frozenset({1}), {("forward", "layers_0"): 0})
     allowance = Allowance()
-    assert _prepare(distinct, HostMeter(), allowance) == ""
+    assert _prepare(distinct, ConstantValues(gm), HostMeter(), allowance) == ""
     assert held == [[True, True, True], [True, False, True]]  # to tune kernels, and for the peak
     del held[:]
     times = time_segments([distinct], HostMeter(), allowance)
@@ -72,6 +73,6 @@ def test_a_segment_alone_has_new_integers_for_each_run() -> None:
     call.fn = fn
     distinct = DistinctSegment(segment, call, SegmentStep("layers_0"), frozenset(), {("forward", "layers_0"): 0})
     allowance = Allowance()
-    assert _prepare(distinct, NoRoom(), allowance) == ""
+    assert _prepare(distinct, ConstantValues(gm), NoRoom(), allowance) == ""
     assert time_segments([distinct], NoRoom(), allowance).keys() == {("forward", "layers_0")}
     assert seen == [[0, 1, 2]] * 5
