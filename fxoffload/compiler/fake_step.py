@@ -66,7 +66,7 @@ class FakeGraph:
         names = {n.name for c in self._partitioning.forward_state.saved.candidates for n in c.nodes}
         first, results = self._partitioning.forward_state.num_user_outputs, output_values(forward.graph)
         self.moved = [i for i, v in enumerate(results) if i >= first and isinstance(v, fx.Node) and v.name in names]
-        if planned is not None:
+        if self.is_plain:
             return
         state, up = self._partitioning.forward_state, self._partitioning.backward_state
         if up is not None and not self.why_not_described:

@@ -126,6 +126,16 @@ def test_within_a_budget_graphs_are_planned_together() -> None:
     assert caught.value.smallest_bytes > 70_000
 
 
+@pytest.mark.slow
+def test_graphs_with_plans_of_their_own_may_recompute_more_than_these() -> None:
+    model, x = Towers(), example_input()
+    found = plan(model, example_args=(x,), activation_budget=80_000, **SMALL)
+    expected = trained_plans(model, x, activation_budget=80_000)[-1]
+    assert "1 of 2 calls recompute more" in found.summary == expected.summary
+    assert found.decisions == expected.decisions
+    assert found.predicted == expected.predicted
+
+
 def test_a_graph_without_layers_offloads_what_it_saves(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it would in training, where the other graph is left to Inductor: it has its loss."""
     monkeypatch.setattr(planning, "loss_of", lambda states: "inside")
