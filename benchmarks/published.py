@@ -143,7 +143,6 @@ _STOCK = {
 FSDP_STOCK = {"auto@activation_budget=21073296640": "fxoffload, budget of 1.1x checkpointing's peak"}
 
 # The row of a budget was not started: no time was left.
-_PLAIN = {"inductor": "Inductor", "checkpoint": "Inductor + gradient_checkpointing"}
 _WHOLE = {"inductor": "Inductor", "auto": "fxoffload, default"}
 
 
@@ -217,7 +216,7 @@ TABLES = (
             Rows("2026-11-29-h200-stock-gpt-oss.json", _STOCK, of="gpt-oss, 4 layers, 2,048", where_there=True),
             Rows("2026-11-30-h200-stock-gpt2.json", _STOCK, of="GPT-2, 16 x 1,024", where_there=True),
             Rows("2026-11-30-h200-stock-t5.json", _STOCK, of="T5, 24 + 24 layers", where_there=True),
-            Rows("2026-11-30-h200-stock-t5-checkpointing.json", _PLAIN, of="the same, another run"),
+            Rows("2026-11-30-h200-stock-t5-6-layers.json", _STOCK, of="T5, 6 + 6 layers", where_there=True),
             Rows("2026-11-30-h200-stock-mistral-packed.json", _STOCK, of="Mistral, packed", where_there=True),
             Rows("2026-11-28-h200-stock-llama-3b-lora.json", _STOCK, of="Llama 3.2-3B, LoRA r=16", where_there=True),
             Rows(f"{IMAGE}-inductor.json", {"inductor": "Inductor"}, of="Gemma-3 with an image, 12 layers"),

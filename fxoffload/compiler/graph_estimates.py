@@ -1,5 +1,5 @@
-"""What was worked out of a joint graph, for its own plan and for all of its variants: what each of its layers may
-recompute, and estimates of segments."""
+"""Estimates of a joint graph that its own plan and all of its variants share: of what layers may recompute, and of
+segments."""
 
 from __future__ import annotations
 

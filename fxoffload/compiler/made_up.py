@@ -1,6 +1,6 @@
 """Made-up inputs for operators and segments that are measured.
 
-Floating-point values are random. Integers that are the same in every step are what they are in a step. Others are
+Floating-point values are random. Integers that are the same in every step have those values. Others are
 zero, which is a valid index. Where every reader is known, indices are spread over the rows instead: with zeros, a
 scatter would write one row many times. Ends of groups (grouped products, packed sequences) are then even: with zeros,
 all groups would be empty. Memory is new, and shared as the graph's inputs share theirs.
