@@ -13,7 +13,8 @@ from pathlib import Path
 from benchmarks.machine import ROOT
 from benchmarks.schema import Record, Request, Result, Status, WarmStart, from_json, to_json
 
-LOG_TAIL_CHARACTERS = 3000
+# Room for the stacks of some ten threads; the main thread's comes last.
+LOG_TAIL_CHARACTERS = 12_000
 GRACE_S = 20.0
 # What ``faulthandler.dump_traceback_later`` writes first, in the workers.
 DUMP_BEGINS = "Timeout ("

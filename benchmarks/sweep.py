@@ -31,6 +31,7 @@ from benchmarks.schema import Request, Result, SweepRequest, Variant, from_json,
 from benchmarks.single import apply
 from benchmarks.stock.measure import StockMeasurement
 from benchmarks.stock.models import is_stock
+from benchmarks.worker import DUMP_BEFORE_TIMEOUT_S
 from benchmarks.workloads import build_job
 
 # Nothing is started with less time than this, or than the last variant took.
@@ -77,7 +78,8 @@ class Sweep:
 
     def _measure(self, index: int, variant: Variant) -> None:
         print(f"[benchmark] variant {variant.label}", flush=True)
-        faulthandler.dump_traceback_later(max(1.0, self.request.protocol.timeout_s - 8.0), file=sys.stderr)
+        left_s = min(self.request.protocol.timeout_s, self._end - time.monotonic())
+        faulthandler.dump_traceback_later(max(1.0, left_s - DUMP_BEFORE_TIMEOUT_S), file=sys.stderr)
         result = Result(software=dict(self._software))
         path = self.folder / f"result{index}.json"
         phases = Phases(result, path)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -41,6 +42,7 @@ from benchmarks.schema import (
     from_json,
     to_json,
 )
+from benchmarks.sweep import Sweep
 from benchmarks.tables import render
 from benchmarks.workloads import build_job
 from tests.benchmarks.peer_checkouts import write_verl
@@ -411,3 +413,19 @@ def test_a_sweep_of_budgets_compares_gradients_and_claims_budgets(tmp_path: Path
     claims = {claim["claim"]: claim["held"] for claim in report.claims}
     assert claims["gradients agree within 3x the noise"] is True
     assert "1 budgets: every measured peak within its budget" in claims
+
+
+@pytest.mark.parametrize(("timeout_s", "left_s", "after_s"), [(30.0, 60.0, 22.0), (300.0, 60.0, 52.0)])
+def test_stacks_are_written_before_a_variant_is_ended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, timeout_s: float, left_s: float, after_s: float
+) -> None:
+    """For its own time as for all that is left."""
+    (variant,) = parse_variants("inductor", {})
+    later: list[float] = []
+    monkeypatch.setattr("benchmarks.sweep.faulthandler.dump_traceback_later", lambda s, file: later.append(s))
+    monkeypatch.setattr(Sweep, "_measure_steps", lambda self, request, result, phases: None)
+    monkeypatch.setattr("benchmarks.sweep.build_job", mock.Mock())
+    monkeypatch.setattr("benchmarks.sweep.warm_up_device", lambda device: None)
+    sweep = Sweep(SweepRequest("plan", TINY, [variant], Protocol(timeout_s=timeout_s), left_s), tmp_path)
+    sweep._measure(0, variant)
+    assert later == [pytest.approx(after_s, abs=1.0)]
