@@ -20,6 +20,7 @@ from torch._functorch import partitioners
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.utils._config_module import ConfigModule
 
+from fxoffload.analysis.find_frontier import FindFrontier
 from fxoffload.compiler import variant_maker as variant_maker
 from fxoffload.compiler.build import Builder
 from fxoffload.compiler.chain_search import _variants_of
@@ -154,6 +155,21 @@ def test_a_planned_variant_changes_nothing_and_says_what_it_saves(same_code: Cal
         assert [t is None for t in variant.edges.tangents] == [t is None for t in edges.tangents]
         assert len(variant.edges.gradients) == len(edges.gradients)
     assert not graph.variants and not mine.is_compiled(1)
+
+
+def test_layers_are_looked_at_once(same_code: Callable[..., Any]) -> None:
+    mine = variant_maker_of(same_code(uncompiled).order[1])
+    base = mine.variant(mine.points()[0])
+    assert base is not None
+    estimates, joint, settings = mine._source.estimates, mine._source.joint, mine._settings
+    with mock.patch.object(FindFrontier, "__call__", autospec=True, side_effect=FindFrontier.__call__) as finds:
+        assert mine.choices(base).classes is estimates.layer_classes(joint, settings, mine._rates)
+        assert settings.estimates is estimates.segments(mine._rates)
+        assert not finds.called
+        measured = replace(mine._rates, op_times={"an operator": 1.0})
+        assert estimates.segments(measured) is not settings.estimates
+        estimates.layer_classes(joint, replace(settings, rates=measured), measured)
+        assert finds.call_count == 1
 
 
 def test_a_variant_leaves_out_the_same_tangents(same_code: Callable[..., Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch._dynamo import eval_frame
 
 import fxoffload
+from fxoffload.analysis.find_frontier import FindFrontier
 from fxoffload.compiler import planning
 from fxoffload.compiler.plan_ahead import plan
 from fxoffload.errors import BudgetError, UnsupportedError
@@ -129,7 +131,9 @@ def test_within_a_budget_graphs_are_planned_together() -> None:
 @pytest.mark.slow
 def test_graphs_with_plans_of_their_own_may_recompute_more_than_these() -> None:
     model, x = Towers(), example_input()
-    found = plan(model, example_args=(x,), activation_budget=80_000, **SMALL)
+    with mock.patch.object(FindFrontier, "__call__", autospec=True, side_effect=FindFrontier.__call__) as finds:
+        found = plan(model, example_args=(x,), activation_budget=80_000, **SMALL)
+    assert finds.call_count == 2  # once a graph: for its own plan, and for its variants
     expected = trained_plans(model, x, activation_budget=80_000)[-1]
     assert "1 of 2 calls recompute more" in found.summary == expected.summary
     assert found.decisions == expected.decisions
