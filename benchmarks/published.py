@@ -142,7 +142,6 @@ _STOCK = {
 # 21,073,296,640 bytes are 1.1x checkpointing's peak.
 FSDP_STOCK = {"auto@activation_budget=21073296640": "fxoffload, budget of 1.1x checkpointing's peak"}
 
-# The row of a budget was not started: no time was left.
 _WHOLE = {"inductor": "Inductor", "auto": "fxoffload, default"}
 
 

@@ -1,7 +1,8 @@
 """Values of a graph that depend on none of its inputs, as the distances of tokens: the same in every step.
 
-A segment that reads such indices is measured with their true values. Few rows may get most of them. The gradient of
-T5's position weights, of 32 rows, takes 83 ms of a step on an H200, and 14 where all rows get as many (2026-11-30).
+A segment that reads such indices is measured with their true values. Few rows may get most of them. The segment with
+the gradient of T5's position weights, of 32 rows, takes 83 ms of a step on an H200. With indices that are spread evenly
+it took 14 (2026-11-30).
 """
 
 from __future__ import annotations

@@ -211,7 +211,9 @@ class MadeUp:
                 continue
             tensor = memory[view.memory].view(view.dtype).as_strided(view.shape, view.strides, view.offset)
             if (fill := self._fills[i]) is not None and tensor.numel():
-                tensor.copy_(fill(tensor.numel(), tensor.device).view(tensor.shape))
+                # Elements of an expanded dimension are one in memory.
+                once = tuple(slice(0, 1) if s == 0 else slice(None) for s in view.strides)
+                tensor[once] = fill(tensor.numel(), tensor.device).view(tensor.shape)[once]
             made.append(tensor)
         return made
 

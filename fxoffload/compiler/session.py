@@ -238,11 +238,11 @@ class CompileSession:
                 counters.add("num_plain_graphs", int(self._plain))
                 partitioning = self._own.planning.partitioning
                 if self._own.may_be_planned_as_step and self._may_vary():
-                    self._source = Source(copy_graph(free), split, estimates=self._estimates)
+                    self._source = Source(copy_graph(free), split, self._estimates)
                 return partitioning.forward, partitioning.backward
             if self._may_vary():
                 count = num_checkpointed(gm) - num_checkpointed(free)
-                self._source = Source(copy_graph(free), split, count, self._estimates)
+                self._source = Source(copy_graph(free), split, self._estimates, count)
             run_passes(_JOINT[-1:], state, "joint")
         except BudgetError:
             raise

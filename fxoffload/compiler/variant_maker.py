@@ -11,7 +11,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.fx as fx
@@ -59,15 +59,15 @@ class Source:
     Attributes:
         joint: labelled, not tagged; never changed.
         partition: partitions (and changes) a copy of it.
+        estimates: of ``joint``, made so far.
         num_checkpointed: ops that the graph which was compiled first recomputes because activation checkpointing says
             so; ``joint`` is without those tags, so that variants may recompute less.
-        estimates: of ``joint``, made so far.
     """
 
     joint: fx.GraphModule
     partition: Partition
+    estimates: GraphEstimates
     num_checkpointed: int = 0
-    estimates: GraphEstimates = field(default_factory=GraphEstimates)
 
 
 @dataclass(frozen=True, eq=False)

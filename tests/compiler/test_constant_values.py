@@ -40,7 +40,7 @@ def backward_of(index: fx.Node) -> fx.GraphModule:
     return fx.GraphModule({}, graph)
 
 
-def test_a_saved_index_is_what_it_is_in_every_step() -> None:
+def test_a_saved_index_has_its_true_values() -> None:
     gm, index = forward_with(lambda table: buckets(9))
     backward = backward_of(index)
     inputs = backward.graph.find_nodes(op="placeholder")
@@ -74,6 +74,17 @@ def test_values_are_not_worked_out_at_any_cost(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.undo()
     monkeypatch.setattr("fxoffload.compiler.constant_values._MOST_OPS", 3)
     assert ConstantValues(gm).of(index) is None
+
+
+def test_an_index_may_be_expanded() -> None:
+    gm, index = forward_with(lambda table: buckets(9)[:1].expand(3, 9))
+    backward = backward_of(index)
+    (_, saved) = inputs = backward.graph.find_nodes(op="placeholder")
+    with index.meta["val"].fake_mode:
+        saved.meta["val"] = torch.empty(1, 9, dtype=torch.int64).expand(3, 9)
+    nodes = backward.graph.find_nodes(op="call_function", target=aten.embedding_dense_backward.default)
+    found = MadeUp(inputs, nodes, CPU, constants=ConstantValues(gm)).make()[1]
+    assert torch.equal(found, buckets(9)[:1].expand(3, 9)) and found.stride() == (0, 1)
 
 
 def test_a_placeholder_of_another_graph_is_no_constant() -> None:

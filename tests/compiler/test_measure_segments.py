@@ -17,6 +17,7 @@ from fxoffload.compiler.segments import SegmentCall
 from fxoffload.compiler.time_segments import time_segments
 from fxoffload.machine.meters import HostMeter, Work
 from fxoffload.planner.steps import SegmentStep
+from tests.compiler.test_constant_values import backward_of, buckets, forward_with
 from tests.compiler.test_made_up import traced
 
 
@@ -76,3 +77,23 @@ def test_a_segment_alone_has_new_integers_for_each_run() -> None:
     assert _prepare(distinct, ConstantValues(gm), NoRoom(), allowance) == ""
     assert time_segments([distinct], NoRoom(), allowance).keys() == {("forward", "layers_0")}
     assert seen == [[0, 1, 2]] * 5
+
+
+def test_a_segment_reads_the_true_values_of_what_no_input_decides() -> None:
+    forward, index = forward_with(lambda table: buckets(9))
+    backward = backward_of(index)
+    inputs = tuple(backward.graph.find_nodes(op="placeholder"))
+    nodes = tuple(n for n in backward.graph.nodes if n.op == "call_function")
+    segment = Segment("layers_0", "layers.0", nodes, inputs, nodes)
+    call, seen = SegmentCall(segment), []
+
+    def fn(args: list[Any]) -> list[Any]:
+        seen.append(torch.equal(args[1], buckets(9)))
+        return []
+
+    call.fn = fn
+    distinct = DistinctSegment(segment, call, SegmentStep("layers_0"), frozenset(), {("backward", "layers_0"): 0})
+    allowance = Allowance()
+    assert _prepare(distinct, ConstantValues(forward), HostMeter(), allowance) == ""
+    assert time_segments([distinct], HostMeter(), allowance)
+    assert len(seen) > 2 and all(seen)
