@@ -18,7 +18,9 @@ def join_planning() -> None:
     """Wait for the threads on which fxoffload plans during steps."""
     for thread in threading.enumerate():
         if thread.name in ("fxoffload-chain-plan", "fxoffload-replan"):
-            thread.join()
+            from fxoffload.runtime import background
+
+            background.join_planning(thread)
 
 
 class PlanWatch:

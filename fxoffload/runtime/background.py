@@ -99,6 +99,12 @@ def start_planning(plan: Callable[..., None], *args: Any, name: str) -> threadin
     return start(_in_turn, device_of_caller(), _resets.count, plan, *args, name=name)
 
 
+def join_planning(thread: threading.Thread) -> None:
+    """Wait for a plan, which has the interpreter meanwhile."""
+    with STEP_FIRST.waiting_for_plan(lambda: not thread.is_alive()):
+        thread.join()
+
+
 def _in_turn(device: int | None, num_resets: int, plan: Callable[..., None], *args: Any) -> None:
     begin_thread(device)
     _resets.when_asked.count = num_resets

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -398,18 +399,35 @@ def planning_in_background() -> World:
     return world
 
 
+def set_when_a_step_waits(event: threading.Event) -> None:
+    def look() -> None:
+        while STEP_FIRST._is_over is None:
+            time.sleep(1e-3)
+        event.set()
+
+    threading.Thread(target=look, daemon=True).start()
+
+
+def is_asked() -> bool:
+    """Whether this thread stands still while a step is launched."""
+    return sys.getprofile() is not None
+
+
 def test_a_quick_plan_is_followed_until_the_plan_is_there() -> None:
-    """Made on the same thread as the plan. The third step waits for it."""
+    """Made on the same thread as the plan, which gives way to steps from then on. The third step waits for it."""
     world = planning_in_background()
     model = world.model(30)
     quick, whole = threading.Event(), threading.Event()
     given = threading.Event()
+    asked: list[bool] = []
 
     def planner(tracked_graphs: Any, seen: Any, sizes: Any, /, meanwhile: Meanwhile | None = None) -> ChainPlan:
         assert meanwhile is not None
         assert quick.wait(60)
+        asked.append(is_asked())
         found = model.plan(tracked_graphs, seen, sizes)
         meanwhile(replace(found, choices=(Choice((False,)), *[Choice((True,))] * (CALLS - 1)), budget_bytes=None))
+        asked.append(is_asked())
         given.set()
         assert whole.wait(60)
         return found
@@ -417,9 +435,10 @@ def test_a_quick_plan_is_followed_until_the_plan_is_there() -> None:
     for tracked in model.tracked_graphs:
         tracked.planner = planner
     assert model.steps(2, HEAD) == [5] * 2
-    threading.Timer(0.1, quick.set).start()
+    set_when_a_step_waits(quick)
     assert model.steps(3, HEAD) == [15] * 3
     assert given.wait(60)
+    assert asked == [False, True]
     whole.set()
     for thread in threading.enumerate():
         if thread.name == "fxoffload-chain-plan":
@@ -428,19 +447,16 @@ def test_a_quick_plan_is_followed_until_the_plan_is_there() -> None:
 
 
 @pytest.mark.parametrize("ends", ["with a plan", "without one", "with an error"])
-def test_where_no_quick_plan_meets_the_budget_a_step_waits_for_the_plan(
-    ends: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_no_quick_plan_meets_the_budget_a_step_waits_for_the_plan(ends: str) -> None:
     world = planning_in_background()
     model = world.model(30)
     given, whole = threading.Event(), threading.Event()
-    turns: list[str] = []
-    for name in ("waits", "launches"):
-        monkeypatch.setattr(STEP_FIRST, name, partial(turns.append, name))
+    asked: list[bool] = []
 
     def planner(tracked_graphs: Any, seen: Any, sizes: Any, /, meanwhile: Meanwhile | None = None) -> ChainPlan | None:
         given.set()
         assert whole.wait(60)
+        asked.append(is_asked())
         if ends == "with an error":
             raise RuntimeError("on purpose")
         return model.plan(tracked_graphs, seen, sizes) if ends == "with a plan" else None
@@ -450,11 +466,10 @@ def test_where_no_quick_plan_meets_the_budget_a_step_waits_for_the_plan(
     fails = pytest.warns(UserWarning, match="on purpose") if ends == "with an error" else contextlib.nullcontext()
     with fails:
         assert model.steps(2, HEAD) == [5] * 2
-        turns.clear()
-        threading.Timer(0.1, whole.set).start()
+        set_when_a_step_waits(whole)
         assert model.steps(2, HEAD) == [25 if ends == "with a plan" else 5] * 2
     assert whole.is_set()
-    assert turns[:2] == ["waits", "launches"]  # or the plan would stand still
+    assert asked == [False]
 
 
 def test_while_a_plan_is_made_anew_no_step_waits() -> None:

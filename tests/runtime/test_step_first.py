@@ -118,6 +118,62 @@ def test_plans_in_the_background_stand_still() -> None:
     assert found == [step_first.STEP_FIRST._wait]
 
 
+def test_a_plan_that_the_host_waits_for_is_not_asked(steps: StepFirst, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the host goes on."""
+    monkeypatch.setattr(step_first, "_LAUNCH_S", 20.0)
+    monkeypatch.setattr(step_first, "_MOST_WAIT_S", 20.0)
+    is_there, goes_on, has_stood_still = threading.Event(), threading.Event(), threading.Event()
+    asked: list[bool] = []
+
+    def look() -> None:
+        asked.append(sys.getprofile() is not None)
+
+    def plan() -> None:
+        with steps.planning():
+            look()
+            is_there.set()
+            steps.give_way()
+            look()
+            goes_on.wait()
+            has_stood_still.set()
+
+    thread = threading.Thread(target=plan)
+    with steps.waiting_for_plan(is_there.is_set):
+        thread.start()
+        assert is_there.wait(10.0)
+    while len(asked) < 2:  # the host launches: its plan stands still until it waits for the device
+        steps.waits()
+        time.sleep(1e-3)
+    steps.launches()
+    goes_on.set()
+    time.sleep(0.05)
+    assert not has_stood_still.is_set()
+    steps.waits()
+    thread.join(10.0)
+    assert has_stood_still.is_set()
+    assert asked == [False, True]
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_who_waits_for_a_plan_does_not_hold_it_up(waits: bool) -> None:
+    found: list[bool] = []
+    begin = threading.Event()
+
+    def plan() -> None:
+        begin.wait(10.0)
+        len("")
+        found.append(sys.getprofile() is None)
+
+    thread = background.start_planning(plan, name="plan")
+    if waits:
+        threading.Timer(0.05, begin.set).start()
+        background.join_planning(thread)
+    else:
+        begin.set()
+        thread.join()
+    assert found == [waits]
+
+
 def test_a_profile_function_of_the_users_stays(steps: StepFirst) -> None:
     seen: list[str] = []
 

@@ -25,6 +25,7 @@ from typing import Any
 from torch import Tensor
 
 from fxoffload.errors import in_brief
+from fxoffload.runtime import background
 from fxoffload.runtime.host_memory.trim import HostTrim
 from fxoffload.runtime.profiler.allocator_history import AllocatorHistory
 from fxoffload.runtime.profiler.allocator_trace import Memory
@@ -140,7 +141,7 @@ class StepTracker:
             self._finish()
             planning = self.plans.thread
         if planning is not None:
-            planning.join()
+            background.join_planning(planning)
         return step.began is StepState.FOLLOWING or not (step.awaits_plan or self._has_joined(step))
 
     @staticmethod
@@ -183,9 +184,8 @@ class StepTracker:
             self.give_up(error)
             return
         if awaited is not None:
-            STEP_FIRST.waits()
-            awaited.wait()
-            STEP_FIRST.launches()
+            with STEP_FIRST.waiting_for_plan(lambda: awaited.is_open):
+                awaited.wait()
 
     def forward_begins(self, tracked: TrackedGraph, args: Sequence[Any]) -> None:
         STEP_FIRST.launches()
