@@ -6,7 +6,8 @@ Everything else is fused as Inductor would, and only moves memory:
 1. *Written to memory* is the result of a kernel of its own, of a reduction or of a scatter. So is each pointwise result
    that a kernel of its own reads or that leaves the segment. Any other pointwise result exists in registers only: each
    reader recomputes it from its inputs. Inductor's limits are 8 reads, or 4 where it has several readers. To read two
-   parts of a value, as a rotation by halves does, is to read it twice.
+   parts of a value, as a rotation by halves does, is to read it twice. A result of which a kernel of its own reads a
+   view is written when that kernel comes: until then readers recompute it too.
 2. *Kernels* are formed by Inductor's scheduler from the written values. Two that read the same value, or of which one
    reads a result of the other, become one if their loops fit and no third one has to run between them. First come those
    of one form, then those that share most bytes, then the nearest in the graph. Two far apart do not join. Nor do two
@@ -206,10 +207,18 @@ class Fusion:
             if len(loads) <= (_MAX_REPEATED_READS if len(readers) > 1 else _MAX_READS):
                 self._in_registers[node], self._loads[node] = reads, loads
                 return
+        elif fused_form(node) == "pointwise" and self._is_written_late(node) and len(loads) <= _MAX_REPEATED_READS:
+            self._in_registers[node], self._loads[node] = reads, loads
         kernel = self._new_kernel(node, reads)
         kernel.loops.add(replace(_loop_of(node), reads_parts=len({b for b, _ in loads}) < len(loads)))
         kernel.members.append(node)
         self._kernel_of[node] = kernel
+
+    def _is_written_late(self, node: fx.Node) -> bool:
+        """Whether kernels of their own read ``node`` through views only, and nothing outside reads it."""
+        if node in self._wanted_outside or mutated_args(node):
+            return False
+        return not any(_is_barrier(u) or u.op == "output" for u in node.users)
 
     def _reads_of(self, node: fx.Node) -> _Reads:
         """The reads from memory that computing ``node`` takes."""
@@ -238,6 +247,9 @@ class Fusion:
     def _run_alone(self, node: fx.Node) -> None:
         reads = self._alone[node] = {}
         for value in _inputs(node):
+            if base_of(value) in self._kernel_of:  # from now on it is in memory
+                self._in_registers.pop(base_of(value), None)
+                self._loads.pop(base_of(value), None)
             _merge(reads, {base_of(value): {value: self._bytes(value)}})
         self._new_kernel(node, reads)
 

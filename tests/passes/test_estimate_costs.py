@@ -493,6 +493,24 @@ def test_a_sum_that_two_kernels_would_read_five_values_for_is_written() -> None:
     assert sum(kernels_of(twice(5), *inputs)["fused"]) == 5 * size + size + size + sums
 
 
+@pytest.mark.parametrize("reads", ["a view, later", "a view, before", "the result itself"])
+def test_until_a_product_reads_a_view_of_a_result_others_recompute_it(reads: str) -> None:
+    """As T5's bias, whose gradient is a sum over the batch: one H200, torch 2.11, 2026-11-30."""
+    x, y, weight = bfloat(4, 6, 32), bfloat(4, 6, 32), bfloat(4, 32, 8)
+
+    def run(x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        scores = x * y
+        seen = scores if reads == "the result itself" else scores.view(4, 6, 32)
+        if reads == "a view, before":
+            product = torch.bmm(seen, weight)
+            return scores.sum(0), product
+        return scores.sum(0), torch.bmm(seen, weight)
+
+    size, total = nbytes(x), 2 * 6 * 32
+    summed = (2 if reads == "a view, later" else 1) * size + total
+    assert kernels_of(run, x, y, weight)["fused"] == sorted([3 * size, summed])
+
+
 def test_an_input_that_is_overwritten_is_written_not_read() -> None:
     sketch = Sketch()
     buffer, x = sketch.input("buffer", 6, 32), sketch.input("x", 6, 32)

@@ -449,20 +449,39 @@ def test_what_is_measured_and_what_is_not() -> None:
 
 
 @pytest.mark.parametrize(
+    ("ms", "taken"),
+    [
+        pytest.param(1.25, 2.5, id="in proportion"),
+        pytest.param(10.0, 11.0, id="as much longer, where an op takes far longer than estimated"),
+    ],
+)
+def test_another_partition_takes_what_its_segments_took_in_this_one(ms: float, taken: float) -> None:
+    estimated = chain(3)
+    first, second, third = (replace(s, temp_bytes=5) for s in estimated.forward)
+    estimated = replace(estimated, forward=(first, second, third))
+    measured = measured_step(estimated, {"forward": {"f0": 3.0, "f1": ms}}, {"forward": {"f0": 7, "f1": 6, "f2": 4}})
+    other = replace(estimated, forward=(first, replace(second, ms=2.0), replace(third, temp_bytes=9)))
+    found = as_measured(other, estimated, measured)
+    # The first is the same code. The third may take less memory, but need not.
+    assert [(s.ms, s.temp_bytes) for s in found.forward] == [(3.0, 7), (pytest.approx(taken), 6), (1.0, 9)]
+    assert found.backward == measured.backward
+
+
+@pytest.mark.parametrize(
     ("estimate", "ratio"),
     [
         pytest.param(1.0, 1.5, id="as the segments that differ"),
         pytest.param(0.01, (3.0 + 1.5 + 1.0) / 2.01, id="as all, where those that differ are next to nothing"),
     ],
 )
-def test_another_partition_takes_what_its_segments_took_in_this_one(estimate: float, ratio: float) -> None:
+def test_a_segment_that_only_another_partition_has(estimate: float, ratio: float) -> None:
     estimated = chain(3)
     first, second, third = estimated.forward
     estimated = replace(estimated, forward=(first, replace(second, ms=estimate), third))
-    measured = measured_step(estimated, {"forward": {"f0": 3.0, "f1": 1.5}}, {"forward": {"f0": 7}})
-    found = as_measured(replace(estimated, forward=(first, replace(second, ms=2.0), third)), estimated, measured)
-    assert [(s.ms, s.temp_bytes) for s in found.forward] == [(3.0, 7), (pytest.approx(2.0 * ratio), 0), (1.0, 0)]
-    assert found.backward == measured.backward
+    measured = measured_step(estimated, {"forward": {"f0": 3.0, "f1": 1.5}})
+    other = replace(estimated, forward=(first, replace(second, name="f1_1", ms=2.0), third))
+    found = as_measured(other, estimated, measured)
+    assert [s.ms for s in found.forward] == [3.0, pytest.approx(2.0 * ratio), 1.0]
 
 
 def test_segments_of_one_code_share_what_was_measured() -> None:
