@@ -31,6 +31,7 @@ from fxoffload.errors import BudgetError, OptionsError, UnsupportedError
 from fxoffload.machine.profile import MachineProfile
 from fxoffload.memory_budget import GRADIENTS, BudgetRoom, room_elsewhere, room_on
 from fxoffload.options import Options
+from fxoffload.processes import in_process_group
 from fxoffload.reset import on_reset
 from fxoffload.sizes import format_bytes, share_of
 from fxoffload.tell import warn
@@ -175,7 +176,7 @@ def _is_trained(parameter: Tensor, device: torch.device) -> bool:
 def _agreed(room: BudgetRoom, device: torch.device, parameters: Sequence[Tensor]) -> int:
     """The bytes left, equal on all ranks that train the same; see [Note: One budget for all ranks]."""
     mine = room.left_bytes()
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() < 2:
+    if not in_process_group() or dist.get_world_size() < 2:
         return mine
     key = hashlib.sha256("\n".join(_described(room, device, parameters)).encode()).hexdigest()[:16]
     _times[key] += 1  # After a reset, or for a second model of the same shapes, ranks agree anew.

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from fxoffload.plan_report.compare import Comparison, compare_plans
 from fxoffload.plan_report.plan import Plan
 from fxoffload.plan_report.registry import plans
+from fxoffload.processes import in_process_group
 
 
 def check_ranks(group: dist.ProcessGroup | None = None) -> Comparison:
@@ -32,7 +33,7 @@ def check_ranks(group: dist.ProcessGroup | None = None) -> Comparison:
         RuntimeError: they do not fit together (on every rank, with the same text); or torch.distributed is not
             initialized, or this rank does not belong to the group.
     """
-    if not dist.is_available() or not dist.is_initialized():
+    if not in_process_group():
         raise RuntimeError(
             "expected an initialized torch.distributed, found none; call torch.distributed.init_process_group first"
         )

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from fxoffload.files import replace_file
 from fxoffload.machine import cache
 from fxoffload.machine.devices import Identity
-from fxoffload.processes import processes_on_this_machine
+from fxoffload.processes import in_process_group, processes_on_this_machine
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ def _shared(identity: Identity, keys: list[str], measure: Callable[[list[str]], 
 
 def num_processes() -> int:
     """Ranks of the program, on all machines."""
-    if dist.is_available() and dist.is_initialized():
+    if in_process_group():
         return dist.get_world_size()
     count = os.environ.get("WORLD_SIZE", "")
     return max(int(count) if count.isdigit() else 1, processes_on_this_machine())

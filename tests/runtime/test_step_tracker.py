@@ -585,8 +585,22 @@ def test_the_backward_of_an_unusual_call_takes_no_others_recording(single: Scrip
     assert _backward(single, "b") is other
 
 
-def test_a_step_in_which_graphs_join_is_not_observed(script: Script) -> None:
-    """Its plan is made of the next two: DDP makes its buckets anew in the second step of a process."""
+@pytest.mark.parametrize("of_several", [False, True])
+def test_the_first_step_is_observed_in_which_graphs_join(
+    script: Script, of_several: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not with other processes: DDP makes its buckets anew in the second step."""
+    monkeypatch.setattr(step_tracker, "in_process_group", lambda: of_several)
+    for name in "ab":
+        script.graphs[name].own_plan = OwnPlan(60, 100, lambda: None)
+    assert script.play("A B b a").startswith("observing irregular" if of_several else "observing complete")
+    for _ in range(1 + of_several):
+        assert script.play("A B b a") == "observing complete"
+    assert script.play("A B b a") == "following complete"
+
+
+def test_a_later_step_in_which_graphs_join_is_not_observed(script: Script) -> None:
+    """Its plan is made of the next two."""
     for name in "ab":
         script.graphs[name].own_plan = OwnPlan(60, 100, lambda: None)
     script.graphs["a"].control = SimpleNamespace(loop=None)  # type: ignore[assignment]  # it meets its budget alone

@@ -25,6 +25,7 @@ from typing import Any
 from torch import Tensor
 
 from fxoffload.errors import in_brief
+from fxoffload.processes import in_process_group
 from fxoffload.runtime import background
 from fxoffload.runtime.host_memory.trim import HostTrim
 from fxoffload.runtime.profiler.allocator_history import AllocatorHistory
@@ -285,13 +286,14 @@ class StepTracker:
                 self._hold.plain_ended(graph)
 
     def _plan_together(self, tracked_graphs: Sequence[TrackedGraph], plain: Sequence[OwnPlan]) -> None:
-        """A forward of the last of these graphs has begun. Where one joins, steps are observed from the next one on:
-        alone it was another chain, and DDP makes its buckets anew in the second step."""
+        """A forward of the last of these graphs has begun. Where one joins that had a plan of its own, which steps
+        followed, steps are observed from the next one on; else this one counts. With other processes it does not: DDP
+        makes its buckets anew in the second step, whose memory the plan counts on."""
         if not plan_together(tracked_graphs, plain):
             return
         for tracked in tracked_graphs:
             tracked.chains.observe_anew()
-        if self._step is not None and self._step.state is StepState.OBSERVING:
+        if self._step is not None and self._step.state is StepState.OBSERVING and in_process_group():
             self._step.depart()
 
     @staticmethod
