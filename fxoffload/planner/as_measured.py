@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from fxoffload.planner.steps import SegmentStep, TrainingStep
@@ -10,7 +10,7 @@ from fxoffload.step.readings import Phase
 
 # Of a phase: segments that differ between two partitions and take less say little about others.
 _FEW = 0.1
-# A segment that takes so many times its estimate has an op that was estimated wrongly, and has it in all partitions.
+# A layer that takes so many times its estimate has an op that was estimated wrongly, and has it in all partitions.
 _FAR = 1.5
 
 Phases = Mapping[Phase, Mapping[str, float]]
@@ -37,11 +37,12 @@ def as_measured(other: TrainingStep, estimated: TrainingStep, measured: Training
     """``other``, another partition of the same graph: its estimates, corrected by the measurements of one partition.
 
     Where a segment has the same estimate in both, it is the same code. Others take as much longer than their estimates
-    as the measured ones of their names, and as much more memory. Of T5's encoder, whose first backward takes ten times
-    its estimate, all backwards got a share of that; and 1 GiB more that each of them took was not counted (6 + 6
-    layers, H200, 2026-11-30). Segments of other names take as much longer as those do that differ in the measured
-    partition. A loss is estimated worse than layers, and mostly the same in both: by the ratio of whole steps, plain
-    Inductor's backward was 5 % too short (Qwen3, 8 layers, H200, 2026-11-27).
+    as the measured ones of their layer, and as much more memory: the estimates of a layer are mostly wrong in the same
+    op, however it is cut. Of T5's encoder, whose first backward takes ten times its estimate, all backwards got a share
+    of that; and 1 GiB more that each of them took was not counted (6 + 6 layers, H200, 2026-11-30). What belongs to no
+    layer takes as much longer as all that differ in the measured partition. A loss is estimated worse than layers, and
+    mostly the same in both: by the ratio of whole steps, plain Inductor's backward was 5 % too short (Qwen3, 8 layers,
+    H200, 2026-11-27).
     """
 
     def known(
@@ -50,13 +51,18 @@ def as_measured(other: TrainingStep, estimated: TrainingStep, measured: Training
         pairs = {b.name: (b, a) for b, a in zip(before, after, strict=True)}
         same = {s.name for s in segments if s.name in pairs and _is_alike(s, pairs[s.name][0])}
         ratio = _ratio([pair for name, pair in pairs.items() if name not in same], pairs.values())
+        layers = {
+            layer: _corrected(of, [pair for pair in pairs.values() if pair[0].layer == layer])
+            for layer, of in _by_layer(s for s in segments if s.name not in same).items()
+            if layer and any(b.layer == layer for b in before)
+        }
         found = []
         for segment in segments:
             if segment.name in same:
                 _, known_now = pairs[segment.name]
                 found.append(replace(segment, ms=known_now.ms, temp_bytes=known_now.temp_bytes))
-            elif segment.name in pairs:
-                found.append(_corrected(segment, *pairs[segment.name]))
+            elif segment.layer in layers:
+                found.append(layers[segment.layer][segment.name])
             else:
                 found.append(replace(segment, ms=segment.ms * ratio))
         return tuple(found)
@@ -68,12 +74,26 @@ def as_measured(other: TrainingStep, estimated: TrainingStep, measured: Training
     )
 
 
-def _corrected(segment: SegmentStep, before: SegmentStep, after: SegmentStep) -> SegmentStep:
-    """``segment``, an estimate, by what another partition's of the same layer took: ``after`` for ``before``."""
-    ratio = after.ms / before.ms if before.ms else _FAR
-    ms = segment.ms * ratio if ratio < _FAR else segment.ms + after.ms - before.ms
-    more = max(after.temp_bytes - before.temp_bytes, 0)
-    return replace(segment, ms=ms, temp_bytes=segment.temp_bytes + more)
+def _by_layer(segments: Iterable[SegmentStep]) -> dict[str, list[SegmentStep]]:
+    found: dict[str, list[SegmentStep]] = {}
+    for segment in segments:
+        found.setdefault(segment.layer, []).append(segment)
+    return found
+
+
+def _corrected(
+    segments: Sequence[SegmentStep], pairs: Sequence[tuple[SegmentStep, SegmentStep]]
+) -> dict[str, SegmentStep]:
+    """Segments of a layer, by what those of another partition were measured to take in the place of their estimates."""
+    (before, after), mine = _times(pairs), sum(s.ms for s in segments)
+    ratio = after / before if before else 1.0
+    if ratio > _FAR and mine:
+        ratio = (mine + after - before) / mine
+    more = max((a.temp_bytes - b.temp_bytes for b, a in pairs), default=0)
+    largest = max(segments, key=lambda s: s.temp_bytes)
+    found = {s.name: replace(s, ms=s.ms * ratio) for s in segments}
+    found[largest.name] = replace(found[largest.name], temp_bytes=largest.temp_bytes + max(more, 0))
+    return found
 
 
 def _is_alike(one: SegmentStep, other: SegmentStep) -> bool:

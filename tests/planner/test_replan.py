@@ -467,6 +467,17 @@ def test_another_partition_takes_what_its_segments_took_in_this_one(ms: float, t
     assert found.backward == measured.backward
 
 
+def test_a_layer_that_is_cut_otherwise() -> None:
+    """As much longer in all; and the piece that takes most memory, as much more."""
+    estimated = chain(2)
+    first, second = (replace(s, temp_bytes=5, layer="a layer") for s in estimated.forward)
+    estimated = replace(estimated, forward=(first, second))
+    measured = measured_step(estimated, {"forward": {"f0": 1.0, "f1": 21.0}}, {"forward": {"f0": 5, "f1": 8}})
+    pieces = [replace(first, name=f"f{i}_1", ms=i, temp_bytes=4 + i) for i in (1.0, 3.0)]
+    found = as_measured(replace(estimated, forward=tuple(pieces)), estimated, measured)
+    assert [(s.ms, s.temp_bytes) for s in found.forward] == [(6.0, 5), (18.0, 10)]
+
+
 @pytest.mark.parametrize(
     ("estimate", "ratio"),
     [
@@ -474,9 +485,10 @@ def test_another_partition_takes_what_its_segments_took_in_this_one(ms: float, t
         pytest.param(0.01, (3.0 + 1.5 + 1.0) / 2.01, id="as all, where those that differ are next to nothing"),
     ],
 )
-def test_a_segment_that_only_another_partition_has(estimate: float, ratio: float) -> None:
+def test_what_belongs_to_no_layer_of_the_measured_partition(estimate: float, ratio: float) -> None:
     estimated = chain(3)
     first, second, third = estimated.forward
+    second = replace(second, layer="")
     estimated = replace(estimated, forward=(first, replace(second, ms=estimate), third))
     measured = measured_step(estimated, {"forward": {"f0": 3.0, "f1": 1.5}})
     other = replace(estimated, forward=(first, replace(second, name="f1_1", ms=2.0), third))
