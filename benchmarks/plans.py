@@ -16,10 +16,10 @@ _PLANNED = re.compile(r"planned in ([\d.]+) s: (\d+) partitionings")
 
 def join_planning() -> None:
     """Wait for the threads on which fxoffload plans during steps."""
+    from fxoffload.runtime import background
+
     for thread in threading.enumerate():
         if thread.name in ("fxoffload-chain-plan", "fxoffload-replan"):
-            from fxoffload.runtime import background
-
             background.join_planning(thread)
 
 

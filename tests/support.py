@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +24,7 @@ import fxoffload
 from fxoffload.compiled_graph import CompiledGraph
 from fxoffload.compiler import pipeline
 from fxoffload.passes.cut_segments import CutSegments
+from fxoffload.runtime.step_first import STEP_FIRST
 
 Observed = dict[str, Tensor]
 
@@ -266,3 +269,15 @@ def assert_offloaded(stats: fxoffload.Stats) -> None:
     assert stats.bytes_reclaimed == 0
     assert stats.bytes_kept_host_full == 0
     assert not stats.calls_kept
+
+
+def set_when_a_step_waits(event: threading.Event) -> None:
+    """Once a step waits for its plan; not after a minute."""
+
+    def look() -> None:
+        end = time.monotonic() + 60.0
+        while STEP_FIRST._is_over is None and time.monotonic() < end:
+            time.sleep(1e-3)
+        event.set()
+
+    threading.Thread(target=look, daemon=True).start()

@@ -6,8 +6,8 @@ Everything else is fused as Inductor would, and only moves memory:
 1. *Written to memory* is the result of a kernel of its own, of a reduction or of a scatter. So is each pointwise result
    that a kernel of its own reads or that leaves the segment. Any other pointwise result exists in registers only: each
    reader recomputes it from its inputs. Inductor's limits are 8 reads, or 4 where it has several readers. To read two
-   parts of a value, as a rotation by halves does, is to read it twice. A result of which a kernel of its own reads a
-   view is written when that kernel comes: until then readers recompute it too.
+   parts of a value, as a rotation by halves does, is to read it twice. A pointwise result of at most 4 reads that
+   kernels of their own read by views only is written when the first of them comes. Until then readers recompute it.
 2. *Kernels* are formed by Inductor's scheduler from the written values. Two that read the same value, or of which one
    reads a result of the other, become one if their loops fit and no third one has to run between them. First come those
    of one form, then those that share most bytes, then the nearest in the graph. Two far apart do not join. Nor do two
@@ -218,7 +218,7 @@ class Fusion:
         """Whether kernels of their own read ``node`` through views only, and nothing outside reads it."""
         if node in self._wanted_outside or mutated_args(node):
             return False
-        return not any(_is_barrier(u) or u.op == "output" for u in node.users)
+        return not any(_is_barrier(u) for u in node.users)
 
     def _reads_of(self, node: fx.Node) -> _Reads:
         """The reads from memory that computing ``node`` takes."""

@@ -7,6 +7,7 @@ early layers offload.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from fxoffload.compiler.variant_maker import PlannedVariant, VariantMaker
 from fxoffload.planner.chain import Chain
 from fxoffload.planner.chain_problem import of_call
 from fxoffload.planner.problem import LayerVariant, ProblemLayer, ProblemStorage
+from fxoffload.planner.steps import SegmentStep
 
 
 class CallLayers:
@@ -67,14 +69,20 @@ class CallLayers:
         known = {name: None if there is None else of_call(call, there) for name, there in names}
         known.update((skipped.name, None) for skipped in self.base.saved.skipped)
         decided = {storage.name: storage for storage in whole.variants[0].storages}
-        estimated = sum(s.ms for s in self.base.step.backward)
-        scale = sum(s.ms for s in chain.segments_of_calls("backward")[call]) / estimated if estimated else 1.0
+        scale = _slower(self.base.step.backward, chain.segments_of_calls("backward")[call])
         layers = self._choices.problem.layers[:-1]
         found = [_moved(layer, chain, call, known, decided, scale) for layer in layers]
         claimed = {storage.name for layer in found for variant in layer.variants for storage in variant.storages}
         outside = tuple(storage for name, storage in decided.items() if name not in claimed)
         found.append(replace(whole, variants=(replace(whole.variants[0], storages=outside),)))
         return found
+
+
+def _slower(estimated: Sequence[SegmentStep], found: Sequence[SegmentStep]) -> float:
+    """By which factor layers take longer than estimated: the median, since one may have an op that takes far longer, as
+    the gradient of T5's position bias. No recomputation takes longer for that."""
+    ratios = [b.ms / a.ms for a, b in zip(estimated, found, strict=True) if a.layer and a.ms]
+    return statistics.median(ratios) if ratios else 1.0
 
 
 def _moved(
@@ -90,7 +98,7 @@ def _moved(
     Args:
         known: names in the graph of storages that the base variant saves -> in ``decided``; None: it stays.
         decided: storages that may move, as the chain has them.
-        scale: factor for estimated times of recomputation: the call's backward in the chain, by its estimate.
+        scale: factor for estimated times of recomputation.
     """
     down, up = chain.forward[call] + 1, chain.backward[call]
 

@@ -10,7 +10,7 @@ from fxoffload.step.readings import Phase
 
 # Of a phase: segments that differ between two partitions and take less say little about others.
 _FEW = 0.1
-# A layer that takes so many times its estimate has an op that was estimated wrongly, and has it in all partitions.
+# A layer that takes this many times its estimate has one op that takes far longer, in all partitions.
 _FAR = 1.5
 
 Phases = Mapping[Phase, Mapping[str, float]]
@@ -36,11 +36,11 @@ def measured_step(
 def as_measured(other: TrainingStep, estimated: TrainingStep, measured: TrainingStep) -> TrainingStep:
     """``other``, another partition of the same graph: its estimates, corrected by the measurements of one partition.
 
-    Where a segment has the same estimate in both, it is the same code. Others take as much longer than their estimates
-    as the measured ones of their layer, and as much more memory: the estimates of a layer are mostly wrong in the same
-    op, however it is cut. Of T5's encoder, whose first backward takes ten times its estimate, all backwards got a share
-    of that; and 1 GiB more that each of them took was not counted (6 + 6 layers, H200, 2026-11-30). What belongs to no
-    layer takes as much longer as all that differ in the measured partition. A loss is estimated worse than layers, and
+    Where a segment has the same estimate in both, it is the same code. The others of a layer take as much longer than
+    their estimates as its measured ones did, and as much more memory: mostly one op of the layer is estimated wrongly,
+    and it is in both. In T5's encoder the first layer's backward takes ten times its estimate. When one ratio counted
+    for all, each layer got a share of that (6 + 6 layers, H200, 2026-11-30). What belongs to no layer takes as much
+    longer as all that differ in the measured partition. A loss is estimated worse than layers, and
     mostly the same in both: by the ratio of whole steps, plain Inductor's backward was 5 % too short (Qwen3, 8 layers,
     H200, 2026-11-27).
     """
@@ -51,10 +51,11 @@ def as_measured(other: TrainingStep, estimated: TrainingStep, measured: Training
         pairs = {b.name: (b, a) for b, a in zip(before, after, strict=True)}
         same = {s.name for s in segments if s.name in pairs and _is_alike(s, pairs[s.name][0])}
         ratio = _ratio([pair for name, pair in pairs.items() if name not in same], pairs.values())
+        differing = _by_layer(b for b in before if b.name not in same)
         layers = {
-            layer: _corrected(of, [pair for pair in pairs.values() if pair[0].layer == layer])
+            layer: _corrected(of, [pairs[b.name] for b in differing[layer]], ratio)
             for layer, of in _by_layer(s for s in segments if s.name not in same).items()
-            if layer and any(b.layer == layer for b in before)
+            if layer in differing and layer
         }
         found = []
         for segment in segments:
@@ -82,14 +83,17 @@ def _by_layer(segments: Iterable[SegmentStep]) -> dict[str, list[SegmentStep]]:
 
 
 def _corrected(
-    segments: Sequence[SegmentStep], pairs: Sequence[tuple[SegmentStep, SegmentStep]]
+    segments: Sequence[SegmentStep], pairs: Sequence[tuple[SegmentStep, SegmentStep]], otherwise: float
 ) -> dict[str, SegmentStep]:
-    """Segments of a layer, by what those of another partition were measured to take in the place of their estimates."""
+    """Segments of a layer, by what those of another partition were measured to take in the place of their estimates.
+
+    ``otherwise``: the ratio where nothing of them is estimated to take time.
+    """
     (before, after), mine = _times(pairs), sum(s.ms for s in segments)
-    ratio = after / before if before else 1.0
+    ratio = after / before if before else otherwise
     if ratio > _FAR and mine:
         ratio = (mine + after - before) / mine
-    more = max((a.temp_bytes - b.temp_bytes for b, a in pairs), default=0)
+    more = max(a.temp_bytes - b.temp_bytes for b, a in pairs)
     largest = max(segments, key=lambda s: s.temp_bytes)
     found = {s.name: replace(s, ms=s.ms * ratio) for s in segments}
     found[largest.name] = replace(found[largest.name], temp_bytes=largest.temp_bytes + max(more, 0))

@@ -61,13 +61,14 @@ on_reset(_resets.forget)
 
 
 def check() -> None:
-    """Called while planning, on any thread.
+    """Called while planning, on any thread. Where steps no longer wait for the plan, it gives way to them again.
 
     Raises:
         PlanCancelled: the model that this thread plans for was forgotten meanwhile.
     """
     if getattr(_resets.when_asked, "count", _resets.count) != _resets.count:
         raise PlanCancelled
+    STEP_FIRST.give_way()
 
 
 def warn(message: str) -> None:

@@ -38,9 +38,14 @@ _MOST_WAIT_S, _SLICE_S = 0.3, 0.03
 
 
 class _OfThread(threading.local):
-    """Of a thread that plans: whether it is asked, and until when it does not stand still."""
+    """Of a thread that plans.
 
-    is_asked = False
+    Attributes:
+        may_be_asked: whether it had no profile function before.
+        free_until: when it may stand still again.
+    """
+
+    may_be_asked = False
     free_until = 0.0
 
 
@@ -94,20 +99,20 @@ class StepFirst:
         """This thread makes a plan, and stands still while a step is launched."""
         with self._lock:
             self._is_planning += 1
-        self._mine.is_asked = sys.getprofile() is None
+        self._mine.may_be_asked = sys.getprofile() is None
         self.give_way()
         try:
             yield
         finally:
             self._ask_no_more()
-            self._mine.is_asked = False
+            self._mine.may_be_asked = False
             with self._lock:
                 self._is_planning -= 1
             log.info("plans of this process stood still for %.1f s so far", self.waited_s)
 
     def give_way(self) -> None:
         """A host that waited for this thread, which plans, goes on: the thread is asked again."""
-        if self._mine.is_asked and sys.getprofile() is None:
+        if self._mine.may_be_asked and sys.getprofile() is None:
             sys.setprofile(self._wait)
 
     def _ask_no_more(self) -> None:
@@ -124,7 +129,7 @@ class StepFirst:
         began = time.monotonic()
         if self._mine.free_until > began:
             return
-        while self._launches:
+        while self._launches and self._is_over is None:
             if (now := time.monotonic()) >= self._until:
                 self._launches = False
                 break

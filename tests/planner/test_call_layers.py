@@ -91,6 +91,23 @@ def test_the_layers_decide_about_the_storages_of_the_call(description: GraphDesc
     assert sorted(decided, key=lambda s: s.name) == sorted(whole.variants[0].storages, key=lambda s: s.name)
 
 
+def test_no_recomputation_is_dearer_because_another_op_takes_far_longer(description: GraphDescription) -> None:
+    """Where all layers take longer, it is."""
+
+    def extra_ms(*factors: float) -> float:
+        step = description.step
+        layers = iter(factors)
+        backward = [replace(s, ms=s.ms * next(layers)) if s.layer else s for s in step.backward]
+        search = search_of(description.measured(replace(step, backward=tuple(backward)), "segments"))
+        found = search._problem({kind: [None] for kind in search._kinds}).problem.layers
+        return sum(sum(variant.extra_ms.values()) for layer in found for variant in layer.variants)
+
+    as_estimated = extra_ms(*[1.0] * LAYERS)
+    assert as_estimated > 0
+    assert extra_ms(*[1.0] * (LAYERS - 1), 10.0) == pytest.approx(as_estimated)
+    assert extra_ms(*[1.2] * LAYERS) == pytest.approx(1.2 * as_estimated)
+
+
 def test_a_promise_names_what_moves_as_the_chain_does(found: tuple[ChainSearch, SearchAim, list[ChainChoice]]) -> None:
     """Where less is taken than promised, more is asked for: that needs to know what moves."""
     promised = [(choice, choice.promised) for choice in found[2] if choice.promised is not None]

@@ -478,6 +478,18 @@ def test_a_layer_that_is_cut_otherwise() -> None:
     assert [(s.ms, s.temp_bytes) for s in found.forward] == [(6.0, 5), (18.0, 10)]
 
 
+def test_a_piece_of_a_layer_that_is_the_same_code_says_nothing_of_the_others() -> None:
+    estimated = chain(3)
+    segments = [
+        replace(s, temp_bytes=5, layer="a layer" if i < 2 else s.layer) for i, s in enumerate(estimated.forward)
+    ]
+    estimated = replace(estimated, forward=tuple(segments))
+    measured = measured_step(estimated, {"forward": {"f0": 10.0, "f1": 1.2}}, {"forward": {"f0": 9, "f1": 6}})
+    segments[1] = replace(segments[1], ms=0.5, temp_bytes=4)
+    found = as_measured(replace(estimated, forward=tuple(segments)), estimated, measured)
+    assert [(s.ms, s.temp_bytes) for s in found.forward] == [(10.0, 9), (pytest.approx(0.6), 5), (1.0, 5)]
+
+
 @pytest.mark.parametrize(
     ("estimate", "ratio"),
     [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -32,6 +31,7 @@ from fxoffload.runtime.transfer import Group
 from fxoffload.step.choice import Choice
 from fxoffload.step.edges import Edges
 from tests.allocator import Allocator
+from tests.support import set_when_a_step_waits
 
 UNIT = 512
 CALLS, SAVED = 4, 10  # units that a call keeps, if it does
@@ -397,15 +397,6 @@ def planning_in_background() -> World:
         lambda: {}, in_background=True, memory=world.allocator.read, history=world.allocator.begin
     )
     return world
-
-
-def set_when_a_step_waits(event: threading.Event) -> None:
-    def look() -> None:
-        while STEP_FIRST._is_over is None:
-            time.sleep(1e-3)
-        event.set()
-
-    threading.Thread(target=look, daemon=True).start()
 
 
 def is_asked() -> bool:

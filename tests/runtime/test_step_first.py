@@ -11,6 +11,7 @@ import pytest
 
 from fxoffload.runtime import background, step_first
 from fxoffload.runtime.step_first import StepFirst
+from tests.support import set_when_a_step_waits
 
 
 class Plan:
@@ -166,12 +167,27 @@ def test_who_waits_for_a_plan_does_not_hold_it_up(waits: bool) -> None:
 
     thread = background.start_planning(plan, name="plan")
     if waits:
-        threading.Timer(0.05, begin.set).start()
+        set_when_a_step_waits(begin)
         background.join_planning(thread)
     else:
         begin.set()
         thread.join()
     assert found == [waits]
+
+
+def test_a_wait_that_is_interrupted_is_over(steps: StepFirst) -> None:
+    with pytest.raises(KeyboardInterrupt), steps.waiting_for_plan(lambda: False):
+        raise KeyboardInterrupt
+    seen: list[bool] = []
+
+    def plan() -> None:
+        with steps.planning():
+            seen.append(sys.getprofile() is not None)
+
+    thread = threading.Thread(target=plan)
+    thread.start()
+    thread.join(10.0)
+    assert seen == [True]
 
 
 def test_a_profile_function_of_the_users_stays(steps: StepFirst) -> None:

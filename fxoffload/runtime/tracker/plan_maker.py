@@ -16,7 +16,6 @@ from typing import Any
 from fxoffload.errors import in_brief
 from fxoffload.progress import working
 from fxoffload.runtime import background
-from fxoffload.runtime.step_first import STEP_FIRST
 from fxoffload.runtime.tracker.chains import ChainPlan, Known, Seen, SizedChain, Sizes, why_not_ready
 from fxoffload.runtime.tracker.running_step import RunningStep
 from fxoffload.runtime.tracker.tracked_graph import TrackedGraph
@@ -103,7 +102,7 @@ class PlanMaker:
         def meanwhile(plan: ChainPlan) -> None:
             chain.meanwhile = chain.meanwhile or plan
             first.chains.go_on(chain)
-            STEP_FIRST.give_way()
+            background.check()
 
         try:
             with working(f"planning a step of {len(tracked_graphs)} compiled graphs", in_background=self.in_background):

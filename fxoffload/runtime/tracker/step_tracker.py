@@ -212,16 +212,16 @@ class StepTracker:
                 step = self._step = self._begin(tracked, args)
                 if overlaps:
                     step.depart(Departure.MISSED)  # the memory of another forward is still there
+            step.has_own_plan = step.has_own_plan or tracked.own_plan is not None
+            plain = self._plain.waiting()
+            if step.has_own_plan or plain:
+                self._plan_together([*self._waiting(step), tracked], plain)
             keeps, sizes = tracked.may_keep(), tracked.sizes_of(args)
             if step.is_regular and (why := self._departure(step, tracked, sizes, keeps=keeps)) is not None:
                 step.depart(why)
             place = step.forward_begins(tracked, sizes)
             if self._hold is not None and place:
                 self._hold.forward_begins(step)
-            step.has_own_plan = step.has_own_plan or tracked.own_plan is not None
-            plain = self._plain.waiting()
-            if step.has_own_plan or plain:
-                self._plan_together([*self._waiting(step), tracked], plain)
             if step.plan is not None:
                 tracked.followed = step.plan.choices[place]
                 if keeps:
@@ -286,9 +286,9 @@ class StepTracker:
                 self._hold.plain_ended(graph)
 
     def _plan_together(self, tracked_graphs: Sequence[TrackedGraph], plain: Sequence[OwnPlan]) -> None:
-        """A forward of the last of these graphs has begun. Where one joins that had a plan of its own, which steps
-        followed, steps are observed from the next one on; else this one counts. With other processes it does not: DDP
-        makes its buckets anew in the second step, whose memory the plan counts on."""
+        """A forward of the last of these graphs begins. Where one joins the others, and this step has been observed so
+        far, it is the first that counts; else the next one is. In a process group it always is the next one: DDP makes
+        its buckets anew in the second step, whose memory the plan counts on."""
         if not plan_together(tracked_graphs, plain):
             return
         for tracked in tracked_graphs:
