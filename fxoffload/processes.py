@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 
 def in_process_group() -> bool:
-    """Whether this process is one of several, or might be."""
+    """Whether torch.distributed has a process group, be it of one process."""
     return dist.is_available() and dist.is_initialized()
 
 

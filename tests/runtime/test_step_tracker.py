@@ -586,18 +586,18 @@ def test_the_backward_of_an_unusual_call_takes_no_others_recording(single: Scrip
     assert _backward(single, "b") is other
 
 
-@pytest.mark.parametrize("of_several", [False, True])
+@pytest.mark.parametrize("in_group", [False, True])
 def test_the_first_step_is_observed_in_which_graphs_join(
-    script: Script, of_several: bool, monkeypatch: pytest.MonkeyPatch
+    script: Script, in_group: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not with other processes: DDP makes its buckets anew in the second step."""
-    monkeypatch.setattr(step_tracker, "in_process_group", lambda: of_several)
+    """Not in a process group: DDP makes its buckets anew in the second step."""
+    monkeypatch.setattr(step_tracker, "in_process_group", lambda: in_group)
     for name in "ab":
         tracked = script.graphs[name]
         tracked.own_plan = OwnPlan(60, 100, partial(setattr, tracked, "description", tracked.description))
     script.graphs["b"].description = None  # it returns the loss
-    assert script.play("A B b a").startswith("observing irregular" if of_several else "observing complete")
-    for _ in range(1 + of_several):
+    assert script.play("A B b a").startswith("observing irregular" if in_group else "observing complete")
+    for _ in range(1 + in_group):
         assert script.play("A B b a") == "observing complete"
     assert script.play("A B b a") == "following complete"
 
