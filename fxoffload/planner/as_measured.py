@@ -38,11 +38,11 @@ def as_measured(other: TrainingStep, estimated: TrainingStep, measured: Training
 
     Where a segment has the same estimate in both, it is the same code. The others of a layer take as much longer than
     their estimates as its measured ones did, and as much more memory. Mostly one op of the layer is estimated wrongly,
-    and both partitions have it. In T5's encoder the first layer's backward takes ten times its estimate. When one ratio counted
-    for all, each layer got a share of that (6 + 6 layers, H200, 2026-11-30). What belongs to no layer takes as much
-    longer as all that differ in the measured partition. A loss is estimated worse than layers, and
-    mostly the same in both: by the ratio of whole steps, plain Inductor's backward was 5 % too short (Qwen3, 8 layers,
-    H200, 2026-11-27).
+    and both partitions have it. In T5's encoder the first layer's backward takes ten times its estimate. When one ratio
+    counted for all, each layer got a share of that (6 + 6 layers, H200, 2026-11-30). What belongs to no layer takes as
+    much longer as all that differ in the measured partition. A loss is estimated worse than layers, and mostly the same
+    in both: by the ratio of whole steps, plain Inductor's backward was 5 % too short (Qwen3, 8 layers, H200,
+    2026-11-27).
     """
 
     def known(
