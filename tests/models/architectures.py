@@ -1,4 +1,4 @@
-"""Architectures beside those of ``zoo``, small, as their configurations make them by default.
+"""Architectures that ``zoo`` does not have, small, as their configurations make them by default.
 
 Each has something that the others have not: another mixer of tokens, residuals in parallel, attention in chunks, a
 router of its own, towers, convolutions.
