@@ -340,7 +340,8 @@ def _errors_of(name: str) -> Iterator[None]:
         raise UnsupportedError(
             f"expected a {name} whose code between compiled graphs needs no tensor's value, found one that reads it: "
             f"{error.func} at {user_line(error)}. What follows depends on data, of which a plan ahead has only the "
-            "sizes. Make the model free of the read (layerdrop: set it to 0), or plan the part of it that is compiled"
+            "sizes. Make the model free of the read (if it is for layerdrop: set that to 0), or plan the part of it "
+            "that is compiled"
         ) from error
     except Exception as error:
         raise UnsupportedError(
