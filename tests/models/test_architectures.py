@@ -27,7 +27,10 @@ def test_gradients_do_not_depend_on_offloading(name: str) -> None:
     module = compiled(built.model)
     eager, run = train_step(built.model, built.loss), train_step(built.model, lambda: built.loss(module))
     expected = eager()
-    segments = SEGMENTS.get(name, LAYERS + 1) if _TORCH >= (2, 12) and _TRANSFORMERS >= (5, 24) else 1
-    flip = check_flip(run, min_segments=segments)  # compares the bits
+    # compares the bits
+    if _TORCH >= (2, 12) and _TRANSFORMERS >= (5, 24):
+        flip = check_flip(run, min_segments=SEGMENTS.get(name, LAYERS + 1))
+    else:
+        flip = check_flip(run, min_segments=1, reloads=None)  # the next of many graphs may be predicted wrongly (Jamba)
     assert_close(flip.observed, expected)
     assert any(key.startswith("grad ") for key in expected)
