@@ -17,8 +17,7 @@ README_PEERS = "2026-11-22-h200-activations-peers.json"
 README_STOCK = "2026-11-29-h200-stock-qwen3.json"
 README_STOCK_TORCH = "2026-11-26-h200-stock-qwen3.json"
 README_STOCK_LONG = "2026-11-30-h200-stock-llama-3b.json"
-STOCK_FILES = "2026-11-{}.json"
-IMAGE = "2026-11-28-h200-stock-gemma-3-image"
+STOCK_FILES = "2026-{}.json"
 
 
 @dataclass(frozen=True)
@@ -155,10 +154,13 @@ TABLES = (
         ("step ms", "against inductor", "peak GiB", "error of peak", "of time"),
         (
             Rows(README_STOCK, _STOCK, of="Qwen3-8B, 8 layers"),
-            Rows(STOCK_FILES.format("29-h200-stock-mistral"), _STOCK, of="Mistral, 12 layers"),
-            Rows(STOCK_FILES.format("29-h200-stock-gemma-3"), _STOCK, of="Gemma-3, 12 layers", where_there=True),
+            Rows(STOCK_FILES.format("11-29-h200-stock-mistral"), _STOCK, of="Mistral, 12 layers"),
+            Rows(STOCK_FILES.format("11-29-h200-stock-gemma-3"), _STOCK, of="Gemma-3, 12 layers", where_there=True),
             Rows(
-                STOCK_FILES.format("30-2xh200-stock-fsdp"), _STOCK | FSDP_STOCK, of="FSDP2, two GPUs", where_there=True
+                STOCK_FILES.format("11-30-2xh200-stock-fsdp"),
+                _STOCK | FSDP_STOCK,
+                of="FSDP2, two GPUs",
+                where_there=True,
             ),
         ),
         of="model",
@@ -199,27 +201,31 @@ TABLES = (
         + tuple(
             Rows(STOCK_FILES.format(file), _STOCK, of=of, where_there=True)
             for file, of in {
-                "29-h200-stock-qwen3-packed": "the same, packed",
-                "29-h200-stock-qwen3-padded": "padded, 2 x 4,096",
-                "30-h200-stock-qwen3-lora": "LoRA r=16",
-                "29-h200-stock-qwen3-checkpointing": "`gradient_checkpointing=True`",
-                "30-h200-stock-qwen3-rl": "a loss of RL in eager code",
-                "29-h200-stock-mistral": "Mistral, 12 layers",
-                "29-h200-stock-qwen3-moe": "Qwen3-MoE, 6 layers",
-                "29-h200-stock-qwen3-moe-smallest": "the same, another run",
-                "30-h200-stock-llama-3b": "Llama 3.2-3B, 28 layers",
+                "12-01-h200-stock-qwen3-packed": "the same, packed",
+                "11-29-h200-stock-qwen3-padded": "padded, 2 x 4,096",
+                "11-30-h200-stock-qwen3-lora": "LoRA r=16",
+                "11-29-h200-stock-qwen3-checkpointing": "`gradient_checkpointing=True`",
+                "11-30-h200-stock-qwen3-rl": "a loss of RL in eager code",
+                "11-29-h200-stock-mistral": "Mistral, 12 layers",
+                "11-29-h200-stock-qwen3-moe": "Qwen3-MoE, 6 layers",
+                "11-29-h200-stock-qwen3-moe-smallest": "the same, another run",
+                "11-30-h200-stock-llama-3b": "Llama 3.2-3B, 28 layers",
             }.items()
         )
         + (
             Rows("2026-11-29-h200-stock-gemma-3.json", _STOCK, of="Gemma-3, 12 layers", where_there=True),
-            Rows("2026-11-29-h200-stock-gpt-oss.json", _STOCK, of="gpt-oss, 4 layers, 2,048", where_there=True),
+            Rows("2026-12-01-h200-stock-gpt-oss.json", _STOCK, of="gpt-oss, 4 layers, 2,048", where_there=True),
             Rows("2026-11-30-h200-stock-gpt2.json", _STOCK, of="GPT-2, 16 x 1,024", where_there=True),
             Rows("2026-11-30-h200-stock-t5.json", _STOCK, of="T5, 24 + 24 layers", where_there=True),
             Rows("2026-11-30-h200-stock-t5-6-layers.json", _STOCK, of="T5, 6 + 6 layers", where_there=True),
             Rows("2026-11-30-h200-stock-mistral-packed.json", _STOCK, of="Mistral, packed", where_there=True),
             Rows("2026-11-28-h200-stock-llama-3b-lora.json", _STOCK, of="Llama 3.2-3B, LoRA r=16", where_there=True),
-            Rows(f"{IMAGE}-inductor.json", {"inductor": "Inductor"}, of="Gemma-3 with an image, 12 layers"),
-            Rows(f"{IMAGE}.json", {"auto": "fxoffload, default"}, of="Gemma-3 with an image, 12 layers"),
+            Rows(
+                "2026-12-01-h200-stock-gemma-3-image.json",
+                _STOCK,
+                of="Gemma-3 with an image, 12 layers",
+                where_there=True,
+            ),
             Rows(
                 "2026-11-30-2xh200-stock-fsdp.json",
                 _STOCK | FSDP_STOCK,

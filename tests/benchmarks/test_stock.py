@@ -375,6 +375,21 @@ def test_a_calibrated_plan_is_compared_with_steps_that_followed_it() -> None:
     assert idle_before_steps_ms(result, "calibrated") == 7.0
 
 
+def test_a_plan_is_written_down_once() -> None:
+    """That takes the host as long as a fifth of a step, in which the device would idle."""
+    result = Result(finished=[])
+    watch = mock.Mock()
+    watch.newest.return_value = None
+    measure.take_over(result, watch, 1)
+    for graph, num_steps in ((2, 2), (2, 3), (5, 4), (5, 5)):
+        watch.newest.return_value = graph
+        watch.freeze.return_value = PlanFacts(1, num_steps, "", {}, {}, 0, graph=graph)
+        measure.take_over(result, watch, num_steps)
+    assert [call.args for call in watch.freeze.mock_calls] == [(2,), (4,)]
+    assert result.plan is not None and result.plan.graph == 5
+    assert result.stock is not None and result.stock.plan_after_steps == 4
+
+
 def test_checkpointing_leaves_no_hook_when_it_is_switched_off() -> None:
     """The rows after it are of the model as it was."""
     import transformers
